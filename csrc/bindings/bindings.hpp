@@ -1,0 +1,39 @@
+// One function a topic; module.cpp calls them all.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+#include "weightsync/control.hpp"
+
+namespace weightsync::bindings {
+
+void bind_segments(pybind11::module_& module);
+void bind_digest(pybind11::module_& module);
+void bind_process_read(pybind11::module_& module);
+void bind_memory(pybind11::module_& module);
+
+// Addresses cross the border as plain integers; 0 is null.
+template <typename T>
+T* pointer(std::uintptr_t address) {
+    return reinterpret_cast<T*>(address);
+}
+
+inline CallControl call_control(std::uintptr_t cancel_ptr, std::uintptr_t progress_ptr) {
+    if (cancel_ptr % alignof(std::int32_t) != 0 || progress_ptr % alignof(std::int64_t) != 0) {
+        throw std::invalid_argument("cancel_ptr or progress_ptr is not aligned");
+    }
+    return {pointer<const std::int32_t>(cancel_ptr), pointer<std::int64_t>(progress_ptr)};
+}
+
+inline void check_num_threads(int num_threads) {
+    if (num_threads < 1) {
+        throw std::invalid_argument("num_threads is " + std::to_string(num_threads) +
+                                    ", expected >= 1");
+    }
+}
+
+}  // namespace weightsync::bindings

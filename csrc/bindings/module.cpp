@@ -1,0 +1,23 @@
+#include "bindings.hpp"
+
+#include <system_error>
+
+namespace py = pybind11;
+
+PYBIND11_MODULE(_native, module) {
+    module.doc() = "Native core of weightsync; use it through weightsync.native.";
+    // OSError picks its subclass (ProcessLookupError, PermissionError, ...) from errno.
+    py::register_exception_translator([](std::exception_ptr error) {
+        try {
+            if (error) std::rethrow_exception(error);
+        } catch (const std::system_error& failure) {
+            const py::tuple arguments =
+                py::make_tuple(failure.code().value(), py::str(failure.what()));
+            PyErr_SetObject(PyExc_OSError, arguments.ptr());
+        }
+    });
+    weightsync::bindings::bind_segments(module);
+    weightsync::bindings::bind_digest(module);
+    weightsync::bindings::bind_process_read(module);
+    weightsync::bindings::bind_memory(module);
+}

@@ -1,0 +1,1 @@
+"""Moves model weights from a trainer to an inference engine."""
