@@ -76,8 +76,8 @@ DIGEST_COLUMNS: Final = (
     "stride2_bytes",
     "index_stride2",
 )
-"""Columns of a digest table. `num_words` is one contiguous run, `seed` the bits of a uint64; indices
-count words of the whole tensor, row-major in its wire form."""
+"""Columns of a digest table. `num_words` is one contiguous run, `seed` the bits of a uint64;
+indices count words of the whole tensor, row-major in its wire form."""
 
 CONVERT_NONE: Final = 0
 CONVERT_FP32_TO_BF16: Final = 1
