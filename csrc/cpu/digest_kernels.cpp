@@ -87,8 +87,15 @@ WEIGHTSYNC_AVX2 inline __m256i block_products(const unsigned char* ptr, __m256i 
         _mm256_mul_epu32(_mm256_srli_epi64(words, 32), _mm256_srli_epi64(k, 32)));
 }
 
+// Keeps a value in a general register. Without it the compiler turns the block factors into vector
+// code, which AVX2 has no 64-bit multiplication for: 1.6 times slower.
+inline std::uint64_t scalar(std::uint64_t value) {
+    asm("" : "+r"(value));
+    return value;
+}
+
 // The inner sums are vector work and the block factors scalar work, so that both halves of the core
-// are busy: AVX2 has no 64-bit multiplication for the mix.
+// are busy.
 template <typename Word>
 WEIGHTSYNC_AVX2 std::uint64_t blocks_avx2(std::uint64_t seed, std::uint64_t first_block,
                                           const unsigned char* ptr, std::int64_t num_blocks) {
@@ -116,7 +123,7 @@ WEIGHTSYNC_AVX2 std::uint64_t blocks_avx2(std::uint64_t seed, std::uint64_t firs
                                             _mm256_permute2x128_si256(p01, p23, 0x31)));
         const std::uint64_t index = first_block + static_cast<std::uint64_t>(block);
         for (std::uint64_t i = 0; i < 4; ++i) {
-            sums[i] += digest_block_factor(seed, index + i) * inner[i];
+            sums[i] += digest_block_factor(seed, scalar(index + i)) * inner[i];
         }
         ptr += 4 * block_bytes;
     }

@@ -56,13 +56,14 @@ void prefault(void* ptr, std::size_t num_bytes) {
     }
 }
 
-std::int64_t last_level_cache_bytes() {
+std::int64_t streaming_threshold_bytes() {
     static const std::int64_t num_bytes = [] {
+        constexpr long most = 32L << 20;
         long level3 = -1;
 #ifdef _SC_LEVEL3_CACHE_SIZE
         level3 = sysconf(_SC_LEVEL3_CACHE_SIZE);
 #endif
-        return level3 > 0 ? std::int64_t{level3} : std::int64_t{32} << 20;
+        return std::int64_t{level3 > 0 ? std::min(level3, most) : most};
     }();
     return num_bytes;
 }

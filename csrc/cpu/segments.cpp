@@ -66,14 +66,17 @@ void copy_runs(const CopyContext& context, const Segment& segment, std::int64_t 
         const std::int64_t count = std::min(segment.num_bytes - within, end - begin);
         begin += count;
         ++run;
-        const unsigned char* next =
-            begin < end ? address(segment.source_ptr + run_offset(segment, run).source)
-                        : next_source;
+        const unsigned char* source = address(segment.source_ptr + offset.source + within);
+        const unsigned char* next = next_source;
+        if (within + count < segment.num_bytes) {
+            next = source + count;
+        } else if (begin < end) {
+            next = address(segment.source_ptr + run_offset(segment, run).source);
+        }
         copy_run(context,
                  address(segment.target_ptr + offset.target +
                          converted_bytes(within, segment.conversion())),
-                 address(segment.source_ptr + offset.source + within), count, segment.conversion(),
-                 next);
+                 source, count, segment.conversion(), next);
         within = 0;
     }
 }
@@ -164,7 +167,7 @@ std::int64_t copy_segments(const Segment* segments, std::int64_t num_segments, i
                            const CallControl& control) {
     validate_segments(segments, num_segments);
     const WorkAxis axis(num_segments, [&](std::int64_t i) { return walk_cost(segments[i]); });
-    const CopyContext context{axis.total() >= last_level_cache_bytes(), stream_kernel().copy};
+    const CopyContext context{axis.total() >= streaming_threshold_bytes(), stream_kernel().copy};
     const std::int64_t share = axis.total() / (std::max(num_threads, 1) * kGrainsPerThread);
     const std::int64_t grain =
         std::clamp(share / kCutBytes * kCutBytes, kMinGrainBytes, kMaxGrainBytes);

@@ -17,8 +17,9 @@ void copy_portable(void* target, const void* source, std::size_t num_bytes, cons
 #if defined(__x86_64__)
 
 constexpr std::size_t kLine = 64;
-// Far enough to hide a memory read behind the copy of what lies between.
-constexpr std::size_t kPrefetchAhead = 1024;
+// Measured best of 0 to 4096 on Zen 3, for runs of 8 KiB and of 3 MiB alike. Several pages at once,
+// as libc does it, is far worse with non-temporal stores: it runs out of write-combining buffers.
+constexpr std::size_t kPrefetchAhead = 512;
 
 inline std::size_t bytes_to_line(const void* ptr) {
     return (kLine - reinterpret_cast<std::uintptr_t>(ptr) % kLine) % kLine;

@@ -1,4 +1,4 @@
-// Plain memory operations, and what this machine's memory looks like.
+// Plain memory operations, and how large is large.
 #pragma once
 
 #include <cstddef>
@@ -12,7 +12,8 @@ void memcpy_bytes(void* target, const void* source, std::size_t num_bytes, int n
 // Makes every page of the range present and writable, contents kept. Throws std::system_error.
 void prefault(void* ptr, std::size_t num_bytes);
 
-// Bytes of the last-level cache; 32 MiB where the system does not say.
-std::int64_t last_level_cache_bytes();
+// A call that moves at least this much should write past the cache: the last-level cache, or 32 MiB
+// where the system names no size or a larger one (virtual machines report the host's whole cache).
+std::int64_t streaming_threshold_bytes();
 
 }  // namespace weightsync
