@@ -1,0 +1,1 @@
+"""Engines behind one contract: each adapter ties a receiver to an engine."""

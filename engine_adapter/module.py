@@ -1,0 +1,52 @@
+"""Any ``torch.nn.Module`` as an engine: a refit lands in the live module.
+
+A module has no loop of its own, so run every forward pass inside ``with adapter.step():``; the
+receiver changes weights only between steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from engine_adapter.base import Fingerprint
+from engine_adapter.tensors import TensorEngine, fingerprint_of
+from weightsync.errors import LayoutError
+from weightsync.naming import Rule, module_tensors, rules_for
+from weightsync.tensors import view_of
+
+
+class ModuleAdapter(TensorEngine):
+    """Serves the parameters of ``module`` (tied ones once) in checkpoint names.
+
+    ``rules`` rename, drop, split fused experts and include buffers; None takes those that
+    transformers models need. ``dropped`` lists what is out, and why. The module must not be moved,
+    cast or re-allocated while the adapter lives. Raises :class:`LayoutError` or
+    :class:`ConfigError` naming the tensor.
+    """
+
+    def __init__(
+        self, module: Any, *, rules: Sequence[Rule] | None = None, opaque: Sequence[str] = ()
+    ) -> None:
+        self.module = module
+        ruled = module_tensors(module, rules_for(module) if rules is None else rules)
+        self.dropped: Mapping[str, str] = ruled.dropped
+        self._named = dict(ruled.named)
+        super().__init__(ruled.named, opaque)
+
+    def fingerprint(self) -> Mapping[str, Fingerprint]:
+        """Of what the module holds *now*: a parameter that was replaced shows."""
+        return {
+            name: fingerprint_of(view_of(p.detach(), name))
+            for name, p in self.module.named_parameters()
+        }
+
+    def write(self, name: str, tensor: Any) -> None:
+        target = self._named[name]
+        if tuple(target.shape) != tuple(tensor.shape):
+            raise LayoutError(f"{name!r}: got shape {tensor.shape}, the slot has {target.shape}")
+        if not hasattr(tensor, "untyped_storage"):
+            import torch
+
+            tensor = torch.from_numpy(tensor)
+        target.copy_(tensor)

@@ -1,0 +1,36 @@
+"""The one module that reads the environment."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def cache_dir() -> Path:
+    """Where generated checkpoints live: ``$WEIGHTSYNC_CACHE``, else the user's cache directory."""
+    if explicit := os.environ.get("WEIGHTSYNC_CACHE"):
+        return Path(explicit)
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "weightsync"
+
+
+def armed_fault() -> str | None:
+    """``$WEIGHTSYNC_FAULT``: a fault point at which this process ends itself (tests only)."""
+    return os.environ.get("WEIGHTSYNC_FAULT") or None
+
+
+def control_token() -> str | None:
+    """``$WEIGHTSYNC_TOKEN``: the control token where none is given in code."""
+    return os.environ.get("WEIGHTSYNC_TOKEN") or None
+
+
+def num_threads() -> int:
+    """``$WEIGHTSYNC_NUM_THREADS``, else the CPUs of this process, at most 8."""
+    if explicit := os.environ.get("WEIGHTSYNC_NUM_THREADS"):
+        return max(1, int(explicit))
+    return max(1, min(8, len(os.sched_getaffinity(0))))
+
+
+def set_default_env(name: str, value: str) -> None:
+    """Set a variable that a library of ours reads, unless the user has set it."""
+    os.environ.setdefault(name, value)

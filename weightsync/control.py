@@ -1,0 +1,334 @@
+"""The control channel: HTTP and JSON between processes, or direct calls within one.
+
+Only rank 0 of an engine listens: on the loopback interface, or elsewhere with a token. Bodies are
+bounded, everything is JSON, nothing is ever unpickled, and every call has a limit whose error names
+peer, stage and elapsed time.
+"""
+
+from __future__ import annotations
+
+import hmac
+import http.client
+import ipaddress
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+from weightsync.errors import (
+    AuthError,
+    BusyError,
+    ConfigError,
+    DeadlineError,
+    LayoutError,
+    PeerLostError,
+    ProtocolError,
+    SessionError,
+    TooLargeError,
+    WeightSyncError,
+    from_wire,
+    to_wire,
+)
+from weightsync.messages import VERBS, Request, decode, encode, verb_of
+
+PATH_PREFIX = "/weightsync/v1/"
+MAX_BODY_BYTES = 256 * 2**20
+#: The longest that one HTTP exchange waits for a stage; longer stages are asked for again.
+POLL_S = 5.0
+#: What an exchange may take beyond the wait it asked for.
+_GRACE_S = 5.0
+_IDLE_LIMIT_S = 120.0
+
+#: Called by server threads with a decoded request; returns JSON or raises.
+Handler = Callable[[Request], Mapping[str, Any]]
+
+
+class ControlClient(Protocol):
+    """One engine's control end, as a trainer sees it."""
+
+    @property
+    def peer(self) -> str:
+        """The engine's name in errors."""
+        ...
+
+    def call(self, request: Request, *, limit_s: float) -> dict[str, Any]:
+        """Send and wait for the answer. Raises the engine's error, :class:`DeadlineError` or
+        :class:`PeerLostError`. ``{"pending": true}`` in an answer: ask again."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class LocalClient:
+    """Direct calls to a receiver of this process."""
+
+    def __init__(self, handler: Handler, peer: str = "engine in this process") -> None:
+        self._handler = handler
+        self.peer = peer
+
+    def call(self, request: Request, *, limit_s: float) -> dict[str, Any]:
+        return dict(self._handler(request))
+
+    def close(self) -> None:
+        return None
+
+
+class HttpClient:
+    """A keep-alive HTTP connection to an engine. One thread at a time uses a connection; calls from
+    several threads each get their own."""
+
+    def __init__(self, url: str, token: str | None) -> None:
+        parts = urlsplit(url if "//" in url else f"http://{url}")
+        if parts.scheme != "http" or not parts.hostname or not parts.port:
+            raise ConfigError(f"engine address {url!r}: expected http://HOST:PORT")
+        self._host, self._port = parts.hostname, parts.port
+        self.peer = f"engine {parts.hostname}:{parts.port}"
+        self._token = token
+        self._local = threading.local()
+        self._all: list[http.client.HTTPConnection] = []
+
+    def call(self, request: Request, *, limit_s: float) -> dict[str, Any]:
+        verb = verb_of(request)
+        body = json.dumps(encode(request), separators=(",", ":")).encode()
+        headers = {"Content-Type": "application/json"}
+        if self._token is not None:
+            headers["Authorization"] = f"Bearer {self._token}"
+        start_s = time.monotonic()
+        try:
+            status, answer = self._exchange(verb, body, headers, max(limit_s, 1e-3))
+        except TimeoutError as error:
+            self._drop()
+            elapsed_s = time.monotonic() - start_s
+            raise DeadlineError(self.peer, verb, limit_s, elapsed_s) from error
+        except (OSError, http.client.HTTPException) as error:
+            self._drop()
+            elapsed_s = time.monotonic() - start_s
+            raise PeerLostError(
+                f"{self.peer}: lost in stage {verb!r} after {elapsed_s:.1f} s "
+                f"({type(error).__name__}: {error}); is the engine running and listening there?"
+            ) from error
+        return _parse_answer(status, answer, self.peer)
+
+    def _exchange(
+        self, verb: str, body: bytes, headers: Mapping[str, str], limit_s: float
+    ) -> tuple[int, bytes]:
+        connection = getattr(self._local, "connection", None)
+        if connection is None:
+            connection = http.client.HTTPConnection(self._host, self._port, timeout=limit_s)
+            connection.connect()
+            connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._local.connection = connection
+            self._all.append(connection)
+        connection.sock.settimeout(limit_s)
+        connection.request("POST", PATH_PREFIX + verb, body=body, headers=dict(headers))
+        response = connection.getresponse()
+        return response.status, response.read(MAX_BODY_BYTES)
+
+    def _drop(self) -> None:
+        connection = getattr(self._local, "connection", None)
+        if connection is not None:
+            connection.close()
+            self._all.remove(connection)
+            self._local.connection = None
+
+    def close(self) -> None:
+        for connection in self._all:
+            connection.close()
+        self._all.clear()
+        self._local = threading.local()
+
+
+def _parse_answer(status: int, body: bytes, peer: str) -> dict[str, Any]:
+    try:
+        answer = json.loads(body)
+    except ValueError as error:
+        raise ProtocolError(
+            f"{peer}: answered status {status} without JSON; is something else listening there?"
+        ) from error
+    if status != HTTPStatus.OK:
+        raise from_wire(answer)
+    if not isinstance(answer, dict):
+        raise ProtocolError(f"{peer}: an answer must be an object, got {type(answer).__name__}")
+    return answer
+
+
+def wait_for(
+    client: ControlClient,
+    make_request: Callable[[float], Request],
+    *,
+    limit_s: float,
+    stage: str,
+    is_cancelled: Callable[[], bool] = lambda: False,
+) -> dict[str, Any]:
+    """Ask for a stage until it is over. ``make_request`` takes the seconds that the engine may wait.
+
+    The same request may be sent any number of times: the engine attaches it to the running stage.
+    """
+    start_s = time.monotonic()
+    while True:
+        left_s = limit_s - (time.monotonic() - start_s)
+        if left_s <= 0 or is_cancelled():
+            raise DeadlineError(client.peer, stage, limit_s, time.monotonic() - start_s)
+        wait_s = min(POLL_S, left_s)
+        answer = client.call(make_request(wait_s), limit_s=min(left_s + 0.5, wait_s + _GRACE_S))
+        if not answer.get("pending"):
+            return answer
+
+
+# --- server ---------------------------------------------------------------------------------------
+
+_STATUS: tuple[tuple[type[WeightSyncError], HTTPStatus], ...] = (
+    (AuthError, HTTPStatus.UNAUTHORIZED),
+    (TooLargeError, HTTPStatus.REQUEST_ENTITY_TOO_LARGE),
+    (ProtocolError, HTTPStatus.BAD_REQUEST),
+    (LayoutError, HTTPStatus.BAD_REQUEST),
+    (ConfigError, HTTPStatus.BAD_REQUEST),
+    (BusyError, HTTPStatus.CONFLICT),
+    (SessionError, HTTPStatus.CONFLICT),
+)
+
+
+class ControlServer:
+    """Serves one handler over HTTP; each connection has its own thread.
+
+    Raises :class:`ConfigError` for an address that is not loopback without a token, and for a port
+    that is in use.
+    """
+
+    def __init__(self, listen: str, handler: Handler, token: str | None) -> None:
+        host, _, port = listen.rpartition(":")
+        host = host.strip("[]")
+        if not host or not port.isdigit():
+            raise ConfigError(
+                f"listen address {listen!r}: expected HOST:PORT (port 0: any free one)"
+            )
+        if token is None and not _is_loopback(host):
+            raise ConfigError(
+                f"listening on {host!r}, which others can reach, needs a token (token=... on both "
+                "sides, or WEIGHTSYNC_TOKEN)"
+            )
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+
+        class Server(ThreadingHTTPServer):
+            address_family = family
+            daemon_threads = True
+            # A restarted engine takes its port again at once; two live ones never share it.
+            allow_reuse_address = True
+
+            def handle_error(self, request: Any, client_address: Any) -> None:
+                return None  # a peer that went away; its request was answered or is void
+
+        try:
+            self._server = Server((host, int(port)), _handler_class(handler, token))
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {listen}: {error}; choose another port, or 0 for any free one"
+            ) from error
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True,
+            name="weightsync-control",
+        )  # fmt: skip
+        self._thread.start()
+
+    @property
+    def url(self) -> str:
+        host, port = self._server.server_address[:2]
+        name = str(host)
+        return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(timeout=5.0)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _handler_class(handler: Handler, token: str | None) -> type[BaseHTTPRequestHandler]:
+    class Exchange(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        timeout = _IDLE_LIMIT_S
+        disable_nagle_algorithm = True
+        wbufsize = -1  # one segment an answer
+
+        def do_POST(self) -> None:
+            try:
+                answer = dict(handler(self._request()))
+                status = HTTPStatus.OK
+            except WeightSyncError as error:
+                answer, status = to_wire(error), _status_of(error)
+            except Exception as error:  # the border: a fault of ours must reach the caller as JSON
+                answer, status = to_wire(error), HTTPStatus.INTERNAL_SERVER_ERROR
+            self._send(status, answer)
+
+        def do_GET(self) -> None:
+            if self.path != PATH_PREFIX + "status":
+                self._send(HTTPStatus.NOT_FOUND, to_wire(_unknown_verb(self.path)))
+                return
+            self.headers["Content-Length"] = "0"
+            self.do_POST()
+
+        def _request(self) -> Request:
+            if token is not None:
+                shown = self.headers.get("Authorization", "")
+                if not hmac.compare_digest(shown.encode(), f"Bearer {token}".encode()):
+                    self.close_connection = True  # its body is not read
+                    raise AuthError("no token or a wrong one; give token=... on both sides")
+            verb = self.path.removeprefix(PATH_PREFIX)
+            if not self.path.startswith(PATH_PREFIX) or verb not in VERBS:
+                self.close_connection = True
+                raise _unknown_verb(self.path)
+            return decode(VERBS[verb], self._body(verb))
+
+        def _body(self, verb: str) -> Any:
+            length = self.headers.get("Content-Length", "")
+            if not length.isdigit():
+                self.close_connection = True
+                raise ProtocolError("a request needs a Content-Length")
+            if int(length) > MAX_BODY_BYTES:
+                self.close_connection = True
+                raise TooLargeError(
+                    f"a body of {length} B is above the limit of {MAX_BODY_BYTES} B; control "
+                    "messages carry metadata only"
+                )
+            body = self.rfile.read(int(length))
+            if verb == "status" and not body:
+                return encode(VERBS["status"](None))  # type: ignore[call-arg, arg-type]
+            try:
+                return json.loads(body)
+            except ValueError as error:
+                raise ProtocolError(f"the body is not JSON: {error}") from error
+
+        def _send(self, status: HTTPStatus, answer: Mapping[str, Any]) -> None:
+            body = json.dumps(answer, separators=(",", ":")).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            return None
+
+    return Exchange
+
+
+def _status_of(error: WeightSyncError) -> HTTPStatus:
+    for kind, status in _STATUS:
+        if isinstance(error, kind):
+            return status
+    return HTTPStatus.INTERNAL_SERVER_ERROR
+
+
+def _unknown_verb(path: str) -> ProtocolError:
+    return ProtocolError(f"no such endpoint {path!r}; known: {PATH_PREFIX}{{{','.join(VERBS)}}}")

@@ -1,0 +1,122 @@
+"""The digest of tensors, the same on every device and under every sharding.
+
+``D = sum_b m(seed, b) * sum_{j<8} k_j * u(8b+j) mod 2^64`` over the words ``u`` of a tensor in
+row-major order of its *whole* wire form (elements wider than 32 bits count as little-endian 32-bit
+words); ``m`` is a 64-bit mix forced odd, ``k_j`` are fixed odd constants (csrc/include/weightsync/
+digest.hpp). Parts of a tensor add up modulo 2^64; order counts; the seed is made of name, dtype and
+shape, so that equal shapes cannot be swapped unseen.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsync.errors import LayoutError
+from weightsync.tables import dense_strides, digest_rows, table
+from weightsync.tensors import TensorView, view_of
+from weightsync.types import Box, Convert, TensorMeta, item_bytes
+
+
+@lru_cache(maxsize=200_000)
+def digest_seed(meta: TensorMeta) -> int:
+    """The 64-bit seed of a tensor: blake2b-8 of name, dtype and shape."""
+    text = f"{meta.name}\0{meta.dtype}\0{','.join(map(str, meta.shape))}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+@dataclass(frozen=True, slots=True)
+class DigestPart:
+    """A box of a tensor in this process's memory: ``ptr`` is its first element.
+
+    ``dtype`` is how it is stored; the digest is of the wire form ``meta``.
+    """
+
+    meta: TensorMeta
+    box: Box
+    ptr: int
+    strides_bytes: tuple[int, ...]
+    dtype: str
+
+
+def part_of(meta: TensorMeta, view: TensorView) -> DigestPart:
+    """The whole tensor ``view`` as wire form ``meta``."""
+    return DigestPart(meta, Box.whole(meta.shape), view.ptr, view.strides_bytes, view.dtype)
+
+
+def convert_of(stored: str, wire: str) -> Convert:
+    """How an element gets from its stored dtype to the wire's. Raises :class:`LayoutError`."""
+    if stored == wire:
+        return Convert.NONE
+    if (stored, wire) == ("float32", "bfloat16"):
+        return Convert.FP32_TO_BF16
+    raise LayoutError(f"no conversion from {stored} to {wire}")
+
+
+class DigestTable:
+    """Parts made ready to be digested again and again; holds addresses, not tensors."""
+
+    def __init__(self, parts: Iterable[DigestPart]) -> None:
+        self.names: list[str] = []
+        self.num_bytes = 0
+        places: dict[str, int] = {}
+        rows: list[tuple[int, ...]] = []
+        owners: list[int] = []
+        for part in parts:
+            place = places.setdefault(part.meta.name, len(places))
+            new = _part_rows(part)
+            rows += new
+            owners += [place] * len(new)
+            self.num_bytes += part.box.num_elements * item_bytes(part.dtype)
+        self.names = list(places)
+        self._table = table(rows, 15)
+        self._owners = np.array(owners, dtype=np.int64)
+
+    def compute(self, num_threads: int) -> dict[str, int]:
+        """Name -> D of the present contents (of all parts of that name together)."""
+        from weightsync import native
+
+        sums: npt.NDArray[np.uint64] = np.zeros(len(self.names), dtype=np.uint64)
+        if len(self._table):
+            found = native.digest_segments(self._table, num_threads=num_threads)
+            np.add.at(sums, self._owners, found)  # wraps modulo 2^64, as it must
+        return dict(zip(self.names, map(int, sums), strict=True))
+
+
+def _part_rows(part: DigestPart) -> list[tuple[int, ...]]:
+    index_strides = dense_strides(part.meta.shape, 1)
+    start = sum(a * s for a, s in zip(part.box.start, index_strides, strict=True))
+    return digest_rows(
+        part.box.shape,
+        ptr=part.ptr,
+        strides_bytes=part.strides_bytes,
+        index_strides=index_strides,
+        start_index=start,
+        item=item_bytes(part.dtype),
+        seed=digest_seed(part.meta),
+        convert=convert_of(part.dtype, part.meta.dtype),
+    )
+
+
+def digest_tensors(named: Iterable[tuple[str, Any]], num_threads: int = 1) -> dict[str, int]:
+    """Digests of whole tensors as they are: name -> D."""
+    parts = []
+    for name, tensor in named:
+        view = view_of(tensor, name)
+        parts.append(part_of(TensorMeta(name, view.dtype, view.shape), view))
+    return DigestTable(parts).compute(num_threads)
+
+
+def digest_root(metas: Sequence[TensorMeta], digests: Mapping[str, int]) -> str:
+    """One fingerprint of an update: sha256 over the sorted (name, dtype, shape, D)."""
+    hasher = hashlib.sha256()
+    for meta in sorted(metas, key=lambda m: m.name):
+        line = f"{meta.name}\0{meta.dtype}\0{meta.shape}\0{digests[meta.name]:016x}\n"
+        hasher.update(line.encode())
+    return hasher.hexdigest()

@@ -1,0 +1,194 @@
+"""Control messages: typed, versioned, JSON. Payload never travels here.
+
+Each verb of the control protocol has one request record. Fields are checked by their annotations when
+a message is decoded; a wrong or missing field is a :class:`ProtocolError` naming it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType, UnionType
+from typing import Any, Final, TypeVar, get_args, get_origin, get_type_hints
+
+from weightsync.errors import ProtocolError
+from weightsync.types import PROTOCOL_VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectRequest:
+    """Take the engine for a run. Answer: epoch, layout, version, host, world_size."""
+
+    run_id: str
+    lease_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class AttachRequest:
+    """Join a transport. Answer: what the engine's end can do with this very peer."""
+
+    run_id: str
+    transport: str
+    descriptor: dict[str, Any]
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """Hand over a plan and the layout of its source. Answer: the plan's digest as the engine
+    computed it."""
+
+    run_id: str
+    plan: dict[str, Any]
+    source_layout: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class BeginRequest:
+    """Open a session. Durations are seconds on the engine's clock."""
+
+    run_id: str
+    epoch: str
+    session_id: str
+    version: int
+    scope: list[Any] | None  # names; None: everything
+    placement: str
+    verify: str
+    pause_mode: str
+    deadline_s: float
+    commit_timeout_s: float
+    wait_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class MoveRequest:
+    """Pull what a plan names.
+
+    ``epoch`` and ``publication`` say what the source published (direct only); a publication of an
+    epoch that the engine was told before need not be repeated.
+    """
+
+    session_id: str
+    move_id: int
+    plan_digest: str
+    epoch: str
+    publication: dict[str, Any] | None
+    wait_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareRequest:
+    session_id: str
+    manifest: dict[str, Any]
+    wait_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class CommitRequest:
+    session_id: str
+    wait_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class AbortRequest:
+    session_id: str
+    reason: str
+    wait_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class HeartbeatRequest:
+    run_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class CloseRequest:
+    run_id: str
+    wait_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StatusRequest:
+    """What the engine is doing; answered without any lock."""
+
+    session_id: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class DigestRequest:
+    """Digests of live tensors, read back at a step boundary; None: of all."""
+
+    names: list[Any] | None
+    wait_s: float
+
+
+Request = (
+    ConnectRequest | AttachRequest | PlanRequest | BeginRequest | MoveRequest | PrepareRequest
+    | CommitRequest | AbortRequest | HeartbeatRequest | CloseRequest | StatusRequest | DigestRequest
+)  # fmt: skip
+
+#: verb on the wire -> its request record
+VERBS: Final[Mapping[str, type[Request]]] = MappingProxyType(
+    {
+        "connect": ConnectRequest,
+        "attach": AttachRequest,
+        "plan": PlanRequest,
+        "begin": BeginRequest,
+        "move": MoveRequest,
+        "prepare": PrepareRequest,
+        "commit": CommitRequest,
+        "abort": AbortRequest,
+        "heartbeat": HeartbeatRequest,
+        "close": CloseRequest,
+        "status": StatusRequest,
+        "digest": DigestRequest,
+    }
+)
+_VERB_OF = {record: verb for verb, record in VERBS.items()}
+
+
+def verb_of(request: Request) -> str:
+    return _VERB_OF[type(request)]
+
+
+def encode(request: Request) -> dict[str, Any]:
+    """The JSON object of a request."""
+    return {"protocol": PROTOCOL_VERSION, **dataclasses.asdict(request)}
+
+
+R = TypeVar("R")
+
+
+def decode(record: type[R], value: Any) -> R:
+    """The request in a JSON object. Raises :class:`ProtocolError` naming the field."""
+    if not isinstance(value, dict):
+        raise ProtocolError(f"a message must be a JSON object, got {type(value).__name__}")
+    protocol = value.get("protocol")
+    if protocol != PROTOCOL_VERSION:
+        raise ProtocolError(
+            f"message of protocol {protocol!r}; this side speaks {PROTOCOL_VERSION}: use one version "
+            "of weightsync on both sides"
+        )
+    hints = get_type_hints(record)
+    unknown = value.keys() - hints.keys() - {"protocol"}
+    if unknown:
+        raise ProtocolError(f"{record.__name__}: unknown fields {sorted(unknown)}")
+    fields = {name: _checked(record, name, hint, value) for name, hint in hints.items()}
+    return record(**fields)
+
+
+def _checked(record: type, name: str, hint: Any, value: dict[str, Any]) -> Any:
+    if name not in value:
+        raise ProtocolError(f"{record.__name__}: field {name!r} is missing")
+    found = value[name]
+    kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    for kind in kinds:
+        plain = get_origin(kind) or kind
+        if plain is float and isinstance(found, int) and not isinstance(found, bool):
+            return float(found)
+        if isinstance(found, plain) and not (plain is int and isinstance(found, bool)):
+            return found
+    raise ProtocolError(
+        f"{record.__name__}: field {name!r} must be {hint}, got {type(found).__name__}"
+    )

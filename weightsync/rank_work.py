@@ -1,0 +1,529 @@
+"""The work of one engine rank on bytes: what each job of the session does.
+
+Runs on one thread at a time. Bytes land in a :class:`Landing`: the staging copy, or (in place) the
+live slots, with opaque slots always staged. Everything costly is kept between refits: staging
+memory, opened publications, prepared reads, unpack and digest tables.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from weightsync import native
+from weightsync.binding import (
+    Coverage,
+    Spot,
+    StagingPlan,
+    Table,
+    decode_entries,
+    direct_table,
+    landed_parts,
+    place_table,
+    plan_staging,
+    rebased,
+    slot_spots,
+    unpack_table,
+)
+from weightsync.bucket import as_dtype
+from weightsync.deadline import CancelToken, Deadline
+from weightsync.digest import DigestTable
+from weightsync.engine import EngineAdapter
+from weightsync.errors import (
+    CancelledError,
+    IntegrityError,
+    PeerLostError,
+    ProtocolError,
+    SessionError,
+    WeightSyncError,
+)
+from weightsync.faults import reach
+from weightsync.layout import Layout
+from weightsync.manifest import Manifest
+from weightsync.memory import HostMemory
+from weightsync.plan import RefitPlan, check_plan
+from weightsync.session import Job, JobDone, SessionSpec, StartJob, Version
+from weightsync.transports.base import PreparedRead, TargetEndpoint
+from weightsync.types import (
+    Contract,
+    PauseMode,
+    Placement,
+    RegionAddress,
+    SlotKind,
+    TensorMeta,
+    VerifyMode,
+)
+
+_LOG = logging.getLogger(__name__)
+_NUM_KEPT = 64
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class Kept(Generic[K, V]):
+    """A small cache, least recently used out first."""
+
+    def __init__(self, num_kept: int = _NUM_KEPT) -> None:
+        self._items: OrderedDict[K, V] = OrderedDict()
+        self._num_kept = num_kept
+
+    def get(self, key: K, make: Callable[[], V]) -> V:
+        if key in self._items:
+            self._items.move_to_end(key)
+            return self._items[key]
+        value = self._items[key] = make()
+        while len(self._items) > self._num_kept:
+            self._items.popitem(last=False)
+        return value
+
+    def clear(self) -> None:
+        self._items.clear()
+
+
+@dataclass(frozen=True)
+class ReceiverHooks:
+    """Called on the thread that runs jobs; each may wait until the engine's loop is ready.
+
+    Raising in ``on_begin`` or ``on_prepare`` aborts the update. ``on_commit`` runs after the decision,
+    before the engine parks: raising there taints the engine. What ``on_abort`` raises is logged.
+    """
+
+    on_begin: Callable[[SessionSpec], None] = lambda spec: None
+    on_prepare: Callable[[SessionSpec], None] = lambda spec: None
+    on_commit: Callable[[SessionSpec], None] = lambda spec: None
+    on_abort: Callable[[SessionSpec], None] = lambda spec: None
+
+
+@dataclass
+class SessionStats:
+    """Where the time of a session went on this rank (seconds), for reports and benchmarks."""
+
+    phases: dict[str, float] = field(default_factory=dict)
+    buckets: list[tuple[int, int, float]] = field(default_factory=list)  # bytes, entries, seconds
+    num_bytes: int = 0
+    pause_s: float = 0.0
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        start_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            spent_s = time.perf_counter() - start_s
+            self.phases[phase] = self.phases.get(phase, 0.0) + spent_s
+
+
+@dataclass
+class _Open:
+    """The open session of this rank."""
+
+    spec: SessionSpec
+    landing: dict[tuple[int, int], Spot]
+    coverage: Coverage = field(default_factory=Coverage)
+    moves: list[tuple[int, RefitPlan]] = field(default_factory=list)
+    manifest: Manifest | None = None
+    paused_s: float | None = None  # when the pause began
+    touched: bool = False
+    stats: SessionStats = field(default_factory=SessionStats)
+
+
+class RankWork:
+    """Carries out jobs against one adapter and one transport endpoint."""
+
+    def __init__(
+        self,
+        adapter: EngineAdapter,
+        rank: int,
+        num_threads: int,
+        hooks: ReceiverHooks | None = None,
+    ) -> None:
+        self._adapter = adapter
+        self._hooks = ReceiverHooks() if hooks is None else hooks
+        self._rank = rank
+        self._threads = num_threads
+        self.layout: Layout = adapter.layout()
+        self._addresses = list(adapter.addresses())
+        by_region = {a.region: a.ptr for a in self._addresses}
+        self._slots = slot_spots(self.layout, rank, by_region)
+        self._fingerprint = dict(adapter.fingerprint())
+        self._staging: dict[Placement, tuple[StagingPlan, HostMemory | None]] = {}
+        self._reads: Kept[tuple[str, str, Placement], PreparedRead] = Kept()
+        self._unpacks: Kept[tuple[str, bytes, Placement], tuple[list[Any], Table]] = Kept(1024)
+        self._digests: Kept[tuple[Any, ...], DigestTable] = Kept(8)
+        self._places: Kept[tuple[Any, ...], Table] = Kept(8)
+        self.plans: dict[str, RefitPlan] = {}
+        self._sources: dict[str, Layout] = {}
+        self._published: tuple[str, dict[str, Any]] | None = None
+        self.endpoint: TargetEndpoint | None = None
+        self._open: _Open | None = None
+        self.stats = SessionStats()
+
+    # --- set-up, between sessions -----------------------------------------------------------------
+
+    def add_plan(self, plan: RefitPlan, source: Layout) -> None:
+        """Accept a plan after checking it against both layouts."""
+        check_plan(plan, source, self.layout)
+        self.plans[plan.digest] = plan
+        self._sources[plan.digest] = source
+        while len(self.plans) > _NUM_KEPT:
+            oldest = next(iter(self.plans))
+            del self.plans[oldest], self._sources[oldest]
+
+    def set_endpoint(self, endpoint: TargetEndpoint | None) -> None:
+        """Another peer: what was opened of the former one is worth nothing."""
+        former, self.endpoint = self.endpoint, endpoint
+        self._reads.clear()
+        self._published = None
+        if former is not None and former is not endpoint:
+            former.close()
+
+    def ready_staging(self, placement: Placement) -> None:
+        """Make the staging memory now, so that no refit pays for it. Raises CapacityError."""
+        if placement in self._staging:
+            return
+        plan = plan_staging(self.layout, self._rank, placement)
+        memory = HostMemory.anonymous(plan.num_bytes) if plan.num_bytes else None
+        if memory is not None:
+            native.prefault(memory.ptr, plan.num_bytes)
+        self._staging[placement] = (plan, memory)
+
+    def close(self) -> None:
+        self.set_endpoint(None)
+        for _, memory in self._staging.values():
+            if memory is not None:
+                memory.close()
+        self._staging.clear()
+
+    # --- jobs ---------------------------------------------------------------------------------------
+
+    def run(self, job: StartJob, token: CancelToken) -> JobDone:
+        """Do one job; an error of any kind becomes part of the result."""
+        error: WeightSyncError | None = None
+        try:
+            _JOBS[job.job](self, job, token)
+        except WeightSyncError as raised:
+            error = raised
+        except Exception as raised:  # the border: adapters and hooks are foreign code
+            error = WeightSyncError(f"{job.job.value}: {type(raised).__name__}: {raised}")
+        touched = self._open is not None and self._open.touched
+        return JobDone(job.job, job.spec.session_id, error=error, touched=touched)
+
+    def _deadline(self, spec: SessionSpec, limit_s: float, stage: str, token: Any) -> Deadline:
+        return Deadline(limit_s, peer=f"trainer run {spec.run_id}", stage=stage, token=token)
+
+    def _session(self, job: StartJob) -> _Open:
+        if self._open is None or self._open.spec.session_id != job.spec.session_id:
+            raise SessionError(f"session {job.spec.session_id!r} is not open on rank {self._rank}")
+        return self._open
+
+    def _do_open(self, job: StartJob, token: CancelToken) -> None:
+        reach("engine.open")
+        spec = job.spec
+        self._hooks.on_begin(spec)
+        self.ready_staging(spec.placement)
+        plan, memory = self._staging[spec.placement]
+        landing = dict(self._slots) if spec.placement is Placement.IN_PLACE else {}
+        if memory is not None:
+            landing |= plan.spots(self.layout, memory.ptr)
+        self._open = opened = _Open(spec, landing)
+        self.stats = opened.stats
+        if spec.placement is Placement.IN_PLACE:
+            self._pause(opened, spec.deadline_s, token)
+        self._check_fingerprint("at the beginning of an update")
+        self._adapter.begin_update(spec)
+        reach("engine.opened")
+
+    def _do_move(self, job: StartJob, token: CancelToken) -> None:
+        opened = self._session(job)
+        reach("engine.move")
+        plan = self.plans.get(str(job.payload.get("plan_digest")))
+        if plan is None:
+            raise ProtocolError("the plan of this move was never handed over; connect again")
+        if self.endpoint is None:
+            raise PeerLostError("the transport of this run is not attached; connect again")
+        opened.coverage.expect(job.move_id, plan, self.layout, self._rank)
+        deadline = self._deadline(opened.spec, opened.spec.deadline_s, "move", token)
+        with opened.stats.timed("move"):
+            if plan.contract is Contract.DIRECT:
+                self._read_direct(opened, job, plan, deadline)
+            else:
+                self._receive_stream(opened, job, plan, deadline)
+        opened.coverage.settle()
+        opened.moves.append((job.move_id, plan))
+        opened.stats.num_bytes += plan.total_bytes
+        reach("engine.moved")
+
+    def _read_direct(
+        self, opened: _Open, job: StartJob, plan: RefitPlan, deadline: Deadline
+    ) -> None:
+        if self.endpoint is None:
+            raise PeerLostError("the transport of this run is not attached; connect again")
+        direct = self.endpoint.direct()
+        epoch, placement = str(job.payload.get("epoch")), opened.spec.placement
+        descriptor = self._publication(epoch, job.payload.get("publication"))
+        addresses = direct.open(descriptor, self._local_regions(placement), deadline)
+
+        def prepare() -> PreparedRead:
+            source = self._sources[plan.digest]
+            rows = direct_table(plan, source, addresses, opened.landing, self._rank)
+            return direct.prepare(rows)
+
+        prepared = self._reads.get((plan.digest, epoch, placement), prepare)
+        self._touch(opened)
+        start_s = time.perf_counter()
+        direct.read(prepared, deadline)
+        spent_s = time.perf_counter() - start_s
+        opened.stats.buckets.append((prepared.num_bytes, len(plan.transfers), spent_s))
+        opened.coverage.all_arrived(job.move_id, plan, self._rank)
+
+    def _publication(self, epoch: str, descriptor: Any) -> dict[str, Any]:
+        if isinstance(descriptor, dict):
+            self._published = (epoch, descriptor)
+        if self._published is None or self._published[0] != epoch:
+            raise ProtocolError(f"publication {epoch!r} was never described here; publish again")
+        return self._published[1]
+
+    def _local_regions(self, placement: Placement) -> list[RegionAddress]:
+        """Where reads land, under numbers of their own."""
+        _, memory = self._staging[placement]
+        staged = [] if memory is None else [RegionAddress(0, memory.ptr, memory.num_bytes)]
+        if placement is not Placement.IN_PLACE:
+            return staged
+        shift = len(staged)
+        live = [RegionAddress(a.region + shift, a.ptr, a.num_bytes) for a in self._addresses]
+        return [*staged, *live]
+
+    def _touch(self, opened: _Open) -> None:
+        """From here on an abort leaves live weights that nobody sent whole."""
+        if opened.spec.placement is Placement.IN_PLACE:
+            opened.touched = True
+
+    def _receive_stream(
+        self, opened: _Open, job: StartJob, plan: RefitPlan, deadline: Deadline
+    ) -> None:
+        if self.endpoint is None:
+            raise PeerLostError("the transport of this run is not attached; connect again")
+        stream = self.endpoint.stream(deadline)
+        stream.begin_move(opened.spec.session_id)
+        while True:
+            header, slot = stream.receive(deadline)
+            if header.move_id != job.move_id:
+                stream.release(slot)
+                continue
+            start_s = time.perf_counter()
+            blob = ctypes.string_at(slot.ptr + header.metadata_offset_bytes, header.metadata_bytes)
+            key = (plan.digest, blob, opened.spec.placement)
+
+            def make(blob: bytes = blob, data: int = header.data_bytes) -> tuple[list[Any], Table]:
+                cuts = decode_entries(blob, plan, data)
+                return cuts, unpack_table(plan, cuts, opened.landing)
+
+            cuts, rows = self._unpacks.get(key, make)
+            for cut in cuts:
+                opened.coverage.arrived(job.move_id, plan, cut)
+            self._touch(opened)
+            self._copy(rebased(rows, source=slot.ptr), deadline)
+            stream.release(slot)
+            spent_s = time.perf_counter() - start_s
+            opened.stats.buckets.append((header.data_bytes, len(cuts), spent_s))
+            reach("engine.bucket")
+            if header.is_last:
+                return
+
+    def _copy(self, rows: Table, deadline: Deadline) -> None:
+        cancel = None if deadline.token is None else deadline.token.native_flag
+        wanted = int(np.prod(rows[:, [2, 4, 7, 10]], axis=1).sum())
+        done = native.copy_segments(rows, num_threads=self._threads, cancel=cancel)
+        if done != wanted:
+            deadline.check()
+            raise CancelledError("a copy was given up")
+
+    def _do_prepare(self, job: StartJob, token: CancelToken) -> None:
+        opened = self._session(job)
+        reach("engine.prepare")
+        manifest = Manifest.from_json(job.payload.get("manifest"))
+        names = opened.spec.scope.names
+        if names is not None:
+            names = frozenset(self.layout.resolve(names, "engine"))
+        opened.coverage.check_scope(self.layout, self._rank, names)
+        arrived = {name for name, _ in opened.coverage.keys}
+        if set(manifest.digests) != arrived:
+            raise IntegrityError("the manifest does not list exactly what arrived")
+        with opened.stats.timed("verify"):
+            manifest.check(self._digest_landed(opened), "what landed")
+        opened.manifest = manifest
+        token_check = self._deadline(opened.spec, opened.spec.deadline_s, "prepare", token)
+        token_check.check()
+        self._adapter.prepare()
+        self._hooks.on_prepare(opened.spec)
+        reach("engine.prepared")
+
+    def _digest_landed(self, opened: _Open) -> dict[str, int]:
+        return self._digest_at(opened, opened.landing, "landed")
+
+    def _digest_at(
+        self, opened: _Open, spots: dict[tuple[int, int], Spot], what: str
+    ) -> dict[str, int]:
+        key = (what, opened.spec.placement, *(plan.digest for _, plan in opened.moves))
+
+        def make() -> DigestTable:
+            parts = []
+            for _, plan in opened.moves:
+                here = [
+                    t
+                    for t in plan.transfers
+                    if t.target_rank == self._rank
+                    and (plan.tensors[t.tensor].target, t.target_placed) in spots
+                ]
+                parts += landed_parts(plan, spots, here)
+            return DigestTable(parts)
+
+        return self._digests.get(key, make).compute(self._threads)
+
+    def _do_place(self, job: StartJob, token: CancelToken) -> None:
+        opened = self._session(job)
+        spec = opened.spec
+        reach("engine.place")
+        self._hooks.on_commit(spec)
+        # Decided: nothing cancels from here on, only the limit of the commit ends it.
+        if spec.placement is Placement.STAGED:
+            self._pause(opened, spec.commit_timeout_s, None)
+            with opened.stats.timed("place"):
+                self._place_staged(opened)
+        self._write_opaque(opened)
+        self._adapter.commit(Version(spec.run_id, spec.version))
+        self._check_fingerprint("after an update")
+        if spec.verify is VerifyMode.READ_BACK:
+            with opened.stats.timed("read_back"):
+                self._read_back(opened)
+        reach("engine.placed")
+
+    def _place_staged(self, opened: _Open) -> None:
+        keys = [
+            key
+            for name, j in opened.coverage.keys
+            if (key := (self.layout.index[name], j)) in self._slots
+        ]
+        digests = (opened.spec.placement, *(plan.digest for _, plan in opened.moves))
+        rows = self._places.get(
+            digests, lambda: place_table(self.layout, keys, opened.landing, self._slots)
+        )
+        opened.touched = True
+        half = len(rows) // 2
+        native.copy_segments(rows[:half], num_threads=self._threads)
+        reach("engine.half_placed")
+        native.copy_segments(rows[half:], num_threads=self._threads)
+
+    def _write_opaque(self, opened: _Open) -> None:
+        for name, j in opened.coverage.keys:
+            i = self.layout.index[name]
+            tensor = self.layout.tensors[i]
+            if tensor.kind is not SlotKind.OPAQUE:
+                continue
+            spot = opened.landing[i, j]
+            meta = TensorMeta(name, spot.dtype, spot.box.shape)
+            opened.touched = True
+            self._adapter.write(name, as_dtype(_bytes_at(spot.ptr, meta.num_bytes), meta))
+
+    def _read_back(self, opened: _Open) -> None:
+        """Digest the live tensors, unless (affine, in place) that is what was verified already."""
+        if opened.manifest is None:
+            raise SessionError("a session without a manifest cannot be read back")
+        names = [name for name, _ in opened.coverage.keys]
+        kinds = {n: self.layout.tensors[self.layout.index[n]].kind for n in names}
+        opaque = [n for n in names if kinds[n] is SlotKind.OPAQUE]
+        found: dict[str, int] = {}
+        if opened.spec.placement is Placement.STAGED:
+            found |= self._digest_at(opened, self._slots, "live")
+        else:
+            found |= {n: opened.manifest.digests[n] for n in names if kinds[n] is SlotKind.AFFINE}
+        found |= self._adapter.digest(opaque) if opaque else {}
+        opened.manifest.check(found, "live tensors after the update")
+
+    def _do_resume(self, job: StartJob, token: CancelToken) -> None:
+        reach("engine.resume")
+        self._unpause()
+        self._open = None
+        reach("engine.resumed")
+
+    def _do_discard(self, job: StartJob, token: CancelToken) -> None:
+        reach("engine.discard")
+        try:
+            if self._open is not None:
+                self._adapter.abort()
+                self._call_on_abort(job.spec)
+        finally:
+            if job.taint is not None:
+                self._adapter.refuse(job.taint)
+            self._unpause()
+            self._open = None
+
+    def _call_on_abort(self, spec: SessionSpec) -> None:
+        try:
+            self._hooks.on_abort(spec)
+        except Exception:  # fencing must not depend on foreign code
+            _LOG.exception("on_abort of session %s raised", spec.session_id)
+
+    def digest_live(self, names: Sequence[str]) -> dict[str, int]:
+        """Digests of live tensors, read back at a step boundary."""
+        is_paused = self._open is not None and self._open.paused_s is not None
+        if not is_paused:
+            deadline = Deadline(30.0, peer="the engine's own loop", stage="pause")
+            self._adapter.pause(PauseMode.IN_PLACE, deadline)
+        try:
+            return dict(self._adapter.digest(self.layout.resolve(names, "engine")))
+        finally:
+            if not is_paused:
+                self._adapter.resume()
+
+    # --- small parts --------------------------------------------------------------------------------
+
+    def _pause(self, opened: _Open, limit_s: float, token: CancelToken | None) -> None:
+        deadline = Deadline(limit_s, peer="the engine's own loop", stage="pause", token=token)
+        self._adapter.pause(opened.spec.pause_mode, deadline)
+        opened.paused_s = time.perf_counter()
+
+    def _unpause(self) -> None:
+        opened = self._open
+        self._adapter.resume()
+        if opened is not None and opened.paused_s is not None:
+            opened.stats.pause_s = time.perf_counter() - opened.paused_s
+            opened.paused_s = None
+
+    def _check_fingerprint(self, when: str) -> None:
+        """Nothing that a captured graph can see may ever move."""
+        now = dict(self._adapter.fingerprint())
+        if now == self._fingerprint:
+            return
+        changed = [n for n in self._fingerprint if now.get(n) != self._fingerprint[n]]
+        changed += [n for n in now if n not in self._fingerprint]
+        raise IntegrityError(
+            f"{when}, {len(changed)} tensors of the engine are not where they were: {changed[:5]}; "
+            "they must never be re-allocated while a receiver serves the engine"
+        )
+
+
+def _bytes_at(ptr: int, num_bytes: int) -> Any:
+    """Memory as a NumPy array without a copy; valid while the memory is."""
+    if not num_bytes:
+        return np.empty(0, dtype=np.uint8)
+    return np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(ptr))
+
+
+_JOBS: dict[Job, Callable[[RankWork, StartJob, CancelToken], None]] = {
+    Job.OPEN: RankWork._do_open,
+    Job.MOVE: RankWork._do_move,
+    Job.PREPARE: RankWork._do_prepare,
+    Job.PLACE: RankWork._do_place,
+    Job.RESUME: RankWork._do_resume,
+    Job.DISCARD: RankWork._do_discard,
+}

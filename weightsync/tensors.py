@@ -1,0 +1,192 @@
+"""What a tensor is to us: an address, a dtype, a shape and strides, whoever made it.
+
+Accepts torch tensors and parameters, NumPy arrays and anything with DLPack (CuPy arrays too). Torch
+is used when it has been imported already and never imported here.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from weightsync.errors import LayoutError
+from weightsync.layout import Layout, PlacedBox, Region, TensorLayout
+from weightsync.types import (
+    ITEM_BYTES,
+    Box,
+    CastPolicy,
+    RegionAddress,
+    RegionKind,
+    TensorMeta,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorView:
+    """A tensor in memory of this process; ``owner`` keeps that memory alive.
+
+    ``strides_bytes`` may be 0 or negative. ``storage_ptr`` and ``storage_bytes`` are the allocation
+    that the view lies in.
+    """
+
+    ptr: int
+    dtype: str
+    shape: tuple[int, ...]
+    strides_bytes: tuple[int, ...]
+    device: str
+    storage_ptr: int
+    storage_bytes: int
+    owner: Any
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the dense wire form."""
+        return TensorMeta("", self.dtype, self.shape).num_bytes
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """Equal for two views of the very same elements in the same order."""
+        return (self.ptr, self.dtype, self.shape, self.strides_bytes, self.device)
+
+
+def view_of(tensor: Any, name: str = "tensor") -> TensorView:
+    """The view of anything that is a tensor. Raises :class:`LayoutError` naming ``name``.
+
+    Refused: sparse, quantised, meta and distributed tensors and unknown subclasses (their bytes are
+    not their values). Lazy conjugates and negatives are resolved into a copy.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(tensor, torch.Tensor):
+        return _torch_view(torch, tensor, name)
+    if isinstance(tensor, np.ndarray):
+        return _numpy_view(tensor, name)
+    if hasattr(tensor, "__dlpack__"):
+        if torch is not None:
+            return _torch_view(torch, torch.from_dlpack(tensor), name)
+        return _numpy_view(np.from_dlpack(tensor), name)
+    raise LayoutError(
+        f"{name!r}: {type(tensor).__module__}.{type(tensor).__qualname__} is not a tensor (torch, "
+        "NumPy, or anything with __dlpack__)"
+    )
+
+
+def _torch_view(torch: Any, tensor: Any, name: str) -> TensorView:
+    kind = type(tensor)
+    if kind is not torch.Tensor and kind is not torch.nn.Parameter and kind is not torch.nn.Buffer:
+        raise LayoutError(
+            f"{name!r}: tensors of type {kind.__module__}.{kind.__qualname__} are not understood; "
+            "give plain tensors (for a DTensor its local shard belongs to a layout of several ranks)"
+        )
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+        raise LayoutError(
+            f"{name!r}: {tensor.layout} tensor on {tensor.device} "
+            f"(quantised: {tensor.is_quantized}) has no plain bytes to send"
+        )
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    size = ITEM_BYTES.get(dtype)
+    if size is None:
+        raise LayoutError(f"{name!r}: dtype {dtype!r} is not known; known: {', '.join(ITEM_BYTES)}")
+    storage = tensor.untyped_storage()
+    return TensorView(
+        tensor.data_ptr(),
+        dtype,
+        tuple(tensor.shape),
+        tuple(s * size for s in tensor.stride()),
+        str(tensor.device),
+        storage.data_ptr(),
+        storage.nbytes(),
+        tensor,
+    )
+
+
+def _numpy_view(array: np.ndarray[Any, Any], name: str) -> TensorView:
+    dtype = array.dtype.name
+    if dtype not in ITEM_BYTES or not array.dtype.isnative:
+        raise LayoutError(f"{name!r}: NumPy dtype {array.dtype!r} is not known")
+    root: Any = array
+    while isinstance(root.base, np.ndarray):
+        root = root.base
+    low, high = np.lib.array_utils.byte_bounds(root) if root.size else (array.ctypes.data,) * 2
+    ptr = int(array.ctypes.data)
+    if array.size and not low <= ptr < high:  # as_strided outside its base: trust the view alone
+        low, high = np.lib.array_utils.byte_bounds(array)
+    return TensorView(
+        ptr, dtype, array.shape, array.strides, "cpu", int(low), int(high - low), array
+    )
+
+
+@dataclass(frozen=True)
+class LocalTensors:
+    """One rank's tensors: the layout that others see and the addresses that only we see."""
+
+    layout: Layout
+    views: Mapping[str, TensorView]  # by canonical name
+    addresses: tuple[RegionAddress, ...]
+
+
+def local_tensors(
+    named: Iterable[tuple[str, Any]],
+    *,
+    cast: CastPolicy = CastPolicy.STRICT,
+    kind: RegionKind = RegionKind.PERSISTENT,
+) -> LocalTensors:
+    """The layout of whole tensors that one rank holds (world size 1).
+
+    Names that show the very same elements become aliases of the first. With
+    ``CastPolicy.FP32_TO_BF16`` an fp32 tensor also offers the wire form bf16.
+    """
+    views: dict[str, TensorView] = {}
+    aliases: dict[str, str] = {}
+    first: dict[tuple[Any, ...], str] = {}
+    for name, tensor in named:
+        if name in views or name in aliases:
+            raise LayoutError(f"{name!r} was given twice")
+        view = view_of(tensor, name)
+        same = first.setdefault(view.identity, name) if view.num_bytes else name
+        if same != name:
+            aliases[name] = same
+        else:
+            views[name] = view
+    regions, addresses, spans = _regions(list(views.values()), kind)
+    tensors = tuple(_entry(name, view, spans, cast) for name, view in views.items())
+    return LocalTensors(Layout(1, tensors, (regions,), aliases), views, addresses)
+
+
+Span = tuple[int, int]
+
+
+def _regions(
+    views: Sequence[TensorView], kind: RegionKind
+) -> tuple[tuple[Region, ...], tuple[RegionAddress, ...], dict[Span, int]]:
+    """One region a storage, in order of first use."""
+    spans: dict[Span, int] = {}
+    regions: list[Region] = []
+    addresses: list[RegionAddress] = []
+    for view in views:
+        span = (view.storage_ptr, view.storage_bytes)
+        if not view.num_bytes or span in spans:
+            continue
+        spans[span] = len(regions)
+        regions.append(Region(view.storage_bytes, kind, view.device))
+        addresses.append(RegionAddress(spans[span], *span, view.device))
+    if not regions:  # only empty tensors: their placements still name a region
+        regions, addresses = [Region(0, kind)], [RegionAddress(0, 0, 0)]
+    return tuple(regions), tuple(addresses), spans
+
+
+def _entry(
+    name: str, view: TensorView, spans: Mapping[Span, int], cast: CastPolicy
+) -> TensorLayout:
+    forms = [TensorMeta(name, view.dtype, view.shape)]
+    if cast is CastPolicy.FP32_TO_BF16 and view.dtype == "float32":
+        forms.append(TensorMeta(name, "bfloat16", view.shape))
+    region = spans.get((view.storage_ptr, view.storage_bytes), 0)
+    offset = view.ptr - view.storage_ptr if view.num_bytes else 0
+    placed = PlacedBox(0, Box.whole(view.shape), region, offset, view.strides_bytes, view.dtype)
+    return TensorLayout(name, tuple(forms), (placed,))
