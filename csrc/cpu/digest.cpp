@@ -5,6 +5,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "weightsync/digest_gather.hpp"
 #include "weightsync/digest_kernels.hpp"
 #include "weightsync/parallel.hpp"
 
@@ -41,26 +42,6 @@ std::uint64_t digest_within_block(const DigestRow& row, const unsigned char* ptr
     return digest_block_factor(seed, index / kDigestBlockWords) * inner;
 }
 
-std::uint64_t digest_run(const DigestRow& row, const unsigned char* ptr, std::uint64_t index,
-                         std::int64_t num_words) {
-    const std::int64_t stride = row.memory_word_bytes();
-    const auto into_block = static_cast<std::int64_t>(index % kDigestBlockWords);
-    std::int64_t head = into_block == 0 ? 0 : kDigestBlockWords - into_block;
-    head = std::min(head, num_words);
-    std::uint64_t sum = digest_within_block(row, ptr, index, head);
-    ptr += head * stride;
-    index += static_cast<std::uint64_t>(head);
-    num_words -= head;
-    const std::int64_t num_blocks = num_words / kDigestBlockWords;
-    if (num_blocks > 0) {
-        sum += block_kernel(row)(static_cast<std::uint64_t>(row.seed), index / kDigestBlockWords,
-                                 ptr, num_blocks);
-    }
-    const std::int64_t done = num_blocks * kDigestBlockWords;
-    return sum + digest_within_block(row, ptr + done * stride,
-                                     index + static_cast<std::uint64_t>(done), num_words - done);
-}
-
 // The same words with as few dims as possible.
 DigestRow coalesced(const DigestRow& row) {
     DigestRow merged = row;
@@ -79,9 +60,8 @@ DigestRow coalesced(const DigestRow& row) {
     return merged;
 }
 
-// Words [begin, end) of a row, counted run by run.
-std::uint64_t digest_part(const DigestRow& original, std::int64_t begin, std::int64_t end) {
-    const DigestRow row = coalesced(original);
+// Words [begin, end) of a coalesced row, counted run by run.
+std::uint64_t digest_runs(const DigestRow& row, std::int64_t begin, std::int64_t end) {
     std::uint64_t sum = 0;
     std::int64_t run = begin / row.num_words;
     std::int64_t within = begin % row.num_words;
@@ -103,6 +83,23 @@ std::uint64_t digest_part(const DigestRow& original, std::int64_t begin, std::in
         within = 0;
     }
     return sum;
+}
+
+std::int64_t cost_words(const DigestRow& original) {
+    const std::int64_t num_words = original.num_runs() * original.num_words;
+    if (num_words == 0 || original.num_runs() == 1) return num_words;
+    const DigestRow row = coalesced(original);
+    if (!DigestGather::suits(row)) return num_words;
+    const DigestGather gather(row);
+    return gather.num_units() * gather.unit_words();
+}
+
+// The part [begin, end) of a row's cost. A cut inside a unit goes to the left of it, on both sides.
+std::uint64_t digest_part(const DigestRow& original, std::int64_t begin, std::int64_t end) {
+    const DigestRow row = coalesced(original);
+    if (!DigestGather::suits(row)) return digest_runs(row, begin, end);
+    const DigestGather gather(row);
+    return gather.digest_units(begin / gather.unit_words(), end / gather.unit_words());
 }
 
 [[noreturn]] void fail(std::int64_t row, const std::string& what) {
@@ -146,6 +143,26 @@ void validate_indices(const DigestRow& row, std::int64_t i) {
 
 }  // namespace
 
+std::uint64_t digest_run(const DigestRow& row, const unsigned char* ptr, std::uint64_t index,
+                         std::int64_t num_words) {
+    const std::int64_t stride = row.memory_word_bytes();
+    const auto into_block = static_cast<std::int64_t>(index % kDigestBlockWords);
+    std::int64_t head = into_block == 0 ? 0 : kDigestBlockWords - into_block;
+    head = std::min(head, num_words);
+    std::uint64_t sum = digest_within_block(row, ptr, index, head);
+    ptr += head * stride;
+    index += static_cast<std::uint64_t>(head);
+    num_words -= head;
+    const std::int64_t num_blocks = num_words / kDigestBlockWords;
+    if (num_blocks > 0) {
+        sum += block_kernel(row)(static_cast<std::uint64_t>(row.seed), index / kDigestBlockWords,
+                                 ptr, num_blocks);
+    }
+    const std::int64_t done = num_blocks * kDigestBlockWords;
+    return sum + digest_within_block(row, ptr + done * stride,
+                                     index + static_cast<std::uint64_t>(done), num_words - done);
+}
+
 void validate_digest_rows(const DigestRow* rows, std::int64_t num_rows) {
     if (num_rows < 0) {
         throw std::invalid_argument("num_rows is " + std::to_string(num_rows) + ", expected >= 0");
@@ -178,7 +195,7 @@ void digest_segments(const DigestRow* rows, std::int64_t num_rows, std::uint64_t
     validate_digest_rows(rows, num_rows);
     std::fill(out, out + num_rows, std::uint64_t{0});
     const WorkAxis axis(num_rows, [&](std::int64_t i) {
-        return rows[i].num_runs() * rows[i].num_words * rows[i].memory_word_bytes();
+        return cost_words(rows[i]) * rows[i].memory_word_bytes();
     });
     const std::int64_t grain =
         std::clamp(axis.total() / (std::max(num_threads, 1) * 8), kMinGrainBytes, kMaxGrainBytes);

@@ -103,6 +103,7 @@ WEIGHTSYNC_AVX2 std::uint64_t blocks_avx2(std::uint64_t seed, std::uint64_t firs
     alignas(32) constexpr std::uint32_t constants[kDigestBlockWords] = WEIGHTSYNC_DIGEST_K;
     const __m256i k = _mm256_load_si256(reinterpret_cast<const __m256i*>(constants));
     std::uint64_t sums[4] = {0, 0, 0, 0};
+    std::uint64_t unmixed = seed + first_block * kDigestGolden;
     const std::int64_t grouped = num_blocks / 4 * 4;
     for (std::int64_t block = 0; block < grouped; block += 4) {
         _mm_prefetch(reinterpret_cast<const char*>(ptr + 2048), _MM_HINT_T0);
@@ -121,9 +122,9 @@ WEIGHTSYNC_AVX2 std::uint64_t blocks_avx2(std::uint64_t seed, std::uint64_t firs
         _mm256_store_si256(reinterpret_cast<__m256i*>(inner),
                            _mm256_add_epi64(_mm256_permute2x128_si256(p01, p23, 0x20),
                                             _mm256_permute2x128_si256(p01, p23, 0x31)));
-        const std::uint64_t index = first_block + static_cast<std::uint64_t>(block);
-        for (std::uint64_t i = 0; i < 4; ++i) {
-            sums[i] += digest_block_factor(seed, scalar(index + i)) * inner[i];
+        for (int i = 0; i < 4; ++i) {
+            sums[i] += digest_mix(scalar(unmixed)) * inner[i];
+            unmixed += kDigestGolden;
         }
         ptr += 4 * block_bytes;
     }

@@ -35,12 +35,16 @@ WEIGHTSYNC_HD inline std::uint64_t digest_word_factor(std::uint64_t index) {
     return k[index % kDigestBlockWords];
 }
 
-// m(seed, block): splitmix64 of seed + block * golden, forced odd.
-WEIGHTSYNC_HD inline std::uint64_t digest_block_factor(std::uint64_t seed, std::uint64_t block) {
-    std::uint64_t x = seed + block * kDigestGolden;
+// The finaliser of splitmix64, forced odd.
+WEIGHTSYNC_HD inline std::uint64_t digest_mix(std::uint64_t x) {
     x = (x ^ (x >> 30)) * kDigestMix1;
     x = (x ^ (x >> 27)) * kDigestMix2;
     return (x ^ (x >> 31)) | 1u;
+}
+
+// m(seed, block). The argument of the mix grows by kDigestGolden from block to block.
+WEIGHTSYNC_HD inline std::uint64_t digest_block_factor(std::uint64_t seed, std::uint64_t block) {
+    return digest_mix(seed + block * kDigestGolden);
 }
 
 // What one word adds to the digest.
@@ -84,6 +88,11 @@ static_assert(sizeof(DigestRow) == kDigestColumns * sizeof(std::int64_t));
 
 // Throws std::invalid_argument naming the row and the column.
 void validate_digest_rows(const DigestRow* rows, std::int64_t num_rows);
+
+// The part of a digest that `num_words` words at `ptr` with indices from `index` on make up; word
+// size, conversion and seed are the row's, its dims are ignored.
+std::uint64_t digest_run(const DigestRow& row, const unsigned char* ptr, std::uint64_t index,
+                         std::int64_t num_words);
 
 // Writes the digest of row i to out[i], with up to `num_threads` threads.
 void digest_segments(const DigestRow* rows, std::int64_t num_rows, std::uint64_t* out,
