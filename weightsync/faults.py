@@ -1,0 +1,79 @@
+"""Named points at which a process under test ends or stops itself.
+
+``$WEIGHTSYNC_FAULT`` arms one: ``point=kill`` or ``point=stop``, with ``@3`` for the third time it is
+reached. Unarmed, a point costs one comparison.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
+
+from weightsync import config
+from weightsync.errors import ConfigError
+
+#: name -> where it is
+FAULT_POINTS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "stream.acquire": "trainer: about to take a free slot",
+        "stream.submit": "trainer: a slot is filled, its header not yet sent",
+        "stream.submitted": "trainer: the header of a slot was sent",
+        "stream.flush": "trainer: about to wait for the last releases",
+        "stream.reset": "trainer: asked the engine to drop what an unclean end left",
+        "stream.receive": "engine: about to wait for a slot",
+        "stream.received": "engine: holds a filled slot",
+        "stream.release": "engine: about to give a slot back",
+        "direct.publish": "trainer: about to publish regions",
+        "direct.published": "trainer: regions are published",
+        "direct.withdraw": "trainer: about to withdraw its regions",
+        "direct.open": "engine: about to open published regions",
+        "direct.read": "engine: about to read",
+        "direct.read_done": "engine: everything was read",
+    }
+)
+
+_SIGNALS: Final = MappingProxyType({"kill": signal.SIGKILL, "stop": signal.SIGSTOP})
+
+
+class _Fault:
+    def __init__(self, text: str) -> None:
+        point, _, action = text.partition("=")
+        action, _, times = action.partition("@")
+        known = ", ".join(FAULT_POINTS)
+        if point not in FAULT_POINTS:
+            raise ConfigError(f"WEIGHTSYNC_FAULT={text!r}: unknown point {point!r}; known: {known}")
+        if action not in _SIGNALS or not (times or "1").isdecimal() or times == "0":
+            raise ConfigError(f"WEIGHTSYNC_FAULT={text!r}: expected point=kill[@times] or stop")
+        self._point = point
+        self._signal = _SIGNALS[action]
+        self._left = int(times or "1")
+        self._lock = threading.Lock()
+
+    def hit(self, point: str) -> None:
+        if point not in FAULT_POINTS:
+            raise ConfigError(f"fault point {point!r} is not in FAULT_POINTS")
+        if point != self._point:
+            return
+        with self._lock:
+            self._left -= 1
+            is_due = self._left == 0
+        if is_due:
+            os.kill(os.getpid(), self._signal)
+
+
+def _armed() -> _Fault | None:
+    text = config.armed_fault()
+    return None if text is None else _Fault(text)
+
+
+_FAULT: Final = _armed()
+
+
+def reach(point: str) -> None:
+    """Mark a place where a test may end this process."""
+    if _FAULT is not None:
+        _FAULT.hit(point)

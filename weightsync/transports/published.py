@@ -1,0 +1,310 @@
+"""The direct contract over addresses: what a source publishes, and how a target reads it.
+
+The descriptor (JSON, on the control channel) names regions and an epoch. The link beside it says in
+order which epoch holds, so that a target notices a withdrawal before it reads.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from weightsync.deadline import Deadline
+from weightsync.errors import (
+    ConfigError,
+    PeerLostError,
+    ProtocolError,
+    TransportError,
+    UnavailableError,
+)
+from weightsync.faults import reach
+from weightsync.memory import SharedArena, find_arena
+from weightsync.native import CancelFlag
+from weightsync.transports.base import (
+    Descriptor,
+    DirectSource,
+    DirectTarget,
+    PreparedRead,
+    Table,
+)
+from weightsync.transports.frames import MAX_FDS, close_fds
+from weightsync.transports.link import Inbox, Link, check_fields
+from weightsync.transports.reads import (
+    check_sources,
+    check_targets,
+    normalise_table,
+    run_stoppable,
+    table_bytes,
+)
+from weightsync.types import PROTOCOL_VERSION, RegionAddress
+
+DIRECT_KINDS: Final = ("published", "withdrawn")
+
+_DESCRIPTOR_FIELDS: Final = {
+    "schema": int, "transport": str, "endpoint": str, "epoch": int, "regions": list,
+}  # fmt: skip
+_REGION_FIELDS: Final = {"region": int, "ptr": int, "num_bytes": int}
+_PUBLISHED_FIELDS: Final = {"kind": str, "epoch": int, "arenas": list}
+_WITHDRAWN_FIELDS: Final = {"kind": str, "epoch": int}
+_ARENA_FIELDS: Final = {"ptr": int, "num_bytes": int}
+
+Span = tuple[int, int]  # ptr, num_bytes
+
+
+class Publisher(DirectSource):
+    """The published end; speaks as soon as a link is attached.
+
+    ``shares_arenas``: the memory of arenas travels along, so that no address of ours need be read.
+    """
+
+    def __init__(self, transport: str, endpoint: str, shares_arenas: bool = False) -> None:
+        self._shares_arenas = shares_arenas
+        self._transport = transport
+        self._endpoint = endpoint
+        self._link: Link | None = None
+        self._epoch = 0
+        self._regions: tuple[RegionAddress, ...] | None = None
+
+    def attach(self, link: Link) -> None:
+        """Tell a target that came later what is published."""
+        self._link = link
+        if self._regions is not None:
+            self._announce(link, self._regions)
+
+    def publish(self, regions: Sequence[RegionAddress]) -> Descriptor:
+        reach("direct.publish")
+        wanted = tuple(regions)
+        if wanted != self._regions:
+            _check_regions(wanted)
+            self._epoch += 1
+            self._regions = wanted
+            if self._link is not None:
+                self._announce(self._link, wanted)
+        reach("direct.published")
+        return {
+            "schema": PROTOCOL_VERSION,
+            "transport": self._transport,
+            "endpoint": self._endpoint,
+            "epoch": self._epoch,
+            "regions": [
+                {"region": r.region, "ptr": r.ptr, "num_bytes": r.num_bytes} for r in wanted
+            ],
+        }
+
+    def withdraw(self) -> None:
+        reach("direct.withdraw")
+        if self._regions is None:
+            return
+        self._regions = None
+        if self._link is not None:
+            self._link.send({"kind": "withdrawn", "epoch": self._epoch})
+
+    def _announce(self, link: Link, regions: Sequence[RegionAddress]) -> None:
+        arenas = _arenas_of(regions) if self._shares_arenas else []
+        fds = [arena.read_only_fd() for arena in arenas]
+        try:
+            spans = [{"ptr": a.ptr, "num_bytes": a.num_bytes} for a in arenas]
+            link.send({"kind": "published", "epoch": self._epoch, "arenas": spans}, fds)
+        finally:
+            close_fds(fds)
+
+
+def _check_regions(regions: Sequence[RegionAddress]) -> None:
+    for region in regions:
+        if region.device != "cpu":
+            raise UnavailableError(
+                f"region {region.region} is on {region.device!r}: this path reads host memory only"
+            )
+        if region.ptr < 0 or region.num_bytes < 0 or (region.num_bytes and not region.ptr):
+            raise ConfigError(f"{region}: not a range of memory")
+    if len({region.region for region in regions}) != len(regions):
+        raise ConfigError("two published regions have one number")
+
+
+def _arenas_of(regions: Sequence[RegionAddress]) -> list[SharedArena]:
+    """The arenas that hold these regions; none unless they hold all of them."""
+    found: dict[int, SharedArena] = {}
+    for region in regions:
+        if not region.num_bytes:
+            continue
+        arena = find_arena(region.ptr, region.num_bytes)
+        if arena is None:
+            return []
+        found[arena.ptr] = arena
+    return list(found.values()) if len(found) <= MAX_FDS else []
+
+
+class EpochBoard:
+    """What the source last said about its regions, with the memory that came along."""
+
+    def __init__(self, inbox: Inbox) -> None:
+        self._inbox = inbox
+        self.epoch = 0
+        self.is_published = False
+        self.arenas: list[Span] = []
+        self._fds: list[int] = []
+
+    def refresh(self) -> None:
+        """Take what has arrived. Never blocks."""
+        while (frame := self._inbox.poll(DIRECT_KINDS)) is not None:
+            self._on_frame(*frame)
+
+    def wait_for(self, epoch: int, deadline: Deadline) -> None:
+        """Wait until ``epoch`` is known; :class:`TransportError` if it is over already."""
+        self.refresh()
+        while self.epoch < epoch:
+            self._on_frame(*self._inbox.take(DIRECT_KINDS, deadline))
+        self.check(epoch)
+
+    def check(self, epoch: int) -> None:
+        if self.epoch != epoch or not self.is_published:
+            now = (
+                f"epoch {self.epoch} is published" if self.is_published else "nothing is published"
+            )
+            raise TransportError(f"epoch {epoch} of the trainer's regions is stale: now {now}")
+
+    def take_fds(self) -> list[int]:
+        """The memory of this epoch's arenas; the caller's from here on."""
+        fds, self._fds = self._fds, []
+        return fds
+
+    def close(self) -> None:
+        close_fds(self.take_fds())
+
+    def _on_frame(self, message: dict[str, Any], fds: list[int]) -> None:
+        self.close()
+        self._fds = fds
+        if message["kind"] == "withdrawn":
+            check_fields(message, _WITHDRAWN_FIELDS, "frame 'withdrawn'")
+            self.is_published, self.arenas = False, []
+            return
+        check_fields(message, _PUBLISHED_FIELDS, "frame 'published'")
+        arenas = [check_fields(a, _ARENA_FIELDS, "an arena") for a in message["arenas"]]
+        if len(arenas) != len(fds):
+            raise ProtocolError(f"{len(arenas)} arenas came with {len(fds)} descriptors")
+        self.arenas = [(a["ptr"], a["num_bytes"]) for a in arenas]
+        self.epoch, self.is_published = message["epoch"], True
+
+
+class ReadPath(ABC):
+    """How the bytes of published regions are reached."""
+
+    name: str
+    converts: bool
+
+    @abstractmethod
+    def map(self, regions: Mapping[int, Span], board: EpochBoard) -> dict[int, int]:
+        """Make the regions readable; for each the address by which read tables name it."""
+
+    @abstractmethod
+    def copy(self, rows: Table, flag: CancelFlag) -> int:
+        """Copy and return the bytes copied; stops when the flag is set."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Unmap everything; a copy that runs keeps what it reads."""
+
+
+@dataclass(slots=True, eq=False)
+class _Opened:
+    epoch: int
+    regions: dict[int, Span]
+    local: tuple[RegionAddress, ...]
+    addresses: dict[int, int]
+
+
+class DirectReader(DirectTarget):
+    """The reading end."""
+
+    def __init__(
+        self,
+        transport: str,
+        endpoint: str,
+        inbox: Inbox,
+        find_path: Callable[[Deadline], ReadPath],
+    ) -> None:
+        self._transport = transport
+        self._endpoint = endpoint
+        self._inbox = inbox
+        self._find_path = find_path
+        self._path: ReadPath | None = None
+        self._board = EpochBoard(inbox)
+        self._opened: _Opened | None = None
+
+    def close(self) -> None:
+        """Let go of everything mapped. Any thread may call it while a read runs."""
+        self._board.close()
+        if self._path is not None:
+            self._path.close()
+
+    def open(
+        self, descriptor: Descriptor, local: Sequence[RegionAddress], deadline: Deadline
+    ) -> dict[int, int]:
+        reach("direct.open")
+        epoch, regions = self._parse(descriptor)
+        where = tuple(local)
+        self._board.wait_for(epoch, deadline)
+        old = self._opened
+        if old is not None and (old.epoch, old.regions, old.local) == (epoch, regions, where):
+            return dict(old.addresses)
+        if old is not None and (old.epoch, old.regions) == (epoch, regions):
+            addresses = old.addresses
+        else:
+            self._opened = None
+            if self._path is None:
+                self._path = self._find_path(deadline)
+            addresses = self._path.map(regions, self._board)
+        self._opened = _Opened(epoch, regions, where, addresses)
+        return dict(addresses)
+
+    def _parse(self, descriptor: Descriptor) -> tuple[int, dict[int, Span]]:
+        what = "direct descriptor"
+        fields = check_fields(descriptor, _DESCRIPTOR_FIELDS, what)
+        expected = {
+            "schema": PROTOCOL_VERSION, "transport": self._transport, "endpoint": self._endpoint,
+        }  # fmt: skip
+        for name, value in expected.items():
+            if fields[name] != value:
+                raise ProtocolError(f"{what}: field {name!r} is {fields[name]!r}, not {value!r}")
+        regions: dict[int, Span] = {}
+        for entry in fields["regions"]:
+            region = check_fields(entry, _REGION_FIELDS, f"{what}, 'regions'")
+            if region["region"] in regions:
+                raise ProtocolError(f"{what}: region {region['region']} is listed twice")
+            if region["ptr"] + region["num_bytes"] >= 2**63:
+                raise ProtocolError(f"{what}: field 'num_bytes' of {dict(region)} is out of range")
+            regions[region["region"]] = (region["ptr"], region["num_bytes"])
+        return fields["epoch"], regions
+
+    def prepare(self, table: Table) -> PreparedRead:
+        opened = self._opened
+        if opened is None:
+            raise ConfigError("nothing was opened to read from")
+        rows = normalise_table(table)
+        sizes = {region: size for region, (_, size) in opened.regions.items()}
+        check_sources(rows, [(ptr, sizes[region]) for region, ptr in opened.addresses.items()])
+        check_targets(rows, [(r.ptr, r.num_bytes) for r in opened.local])
+        return PreparedRead(rows, table_bytes(rows), opened)
+
+    def read(self, prepared: PreparedRead, deadline: Deadline) -> None:
+        reach("direct.read")
+        self._inbox.check()
+        opened, path = prepared.state, self._path
+        if path is None or not isinstance(opened, _Opened) or opened is not self._opened:
+            raise TransportError("this read was prepared for regions that are no longer open")
+        self._board.refresh()
+        self._board.check(opened.epoch)
+        run_stoppable(
+            lambda flag: path.copy(prepared.table, flag),
+            prepared.num_bytes,
+            deadline,
+            self._inbox.link.lost,
+        )
+        self._board.refresh()
+        self._board.check(opened.epoch)  # withdrawn meanwhile: what was read may be torn
+        if (reason := self._inbox.link.lost()) is not None:
+            # The number of a process that ended may belong to another one by now.
+            raise PeerLostError(f"{reason} (stage {deadline.stage!r})")
+        reach("direct.read_done")
