@@ -106,7 +106,7 @@ def _check_slot(name: str, view: TensorView) -> None:
             "memory only"
         )
     for extent, stride in zip(view.shape, view.strides_bytes, strict=True):
-        if extent > 1 and stride == 0:
+        if view.num_bytes and extent > 1 and stride == 0:
             raise LayoutError(
                 f"{name!r}: a slot whose elements share memory (stride 0) cannot be written"
             )

@@ -163,7 +163,6 @@ def wait_for(
     *,
     limit_s: float,
     stage: str,
-    is_cancelled: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
     """Ask for a stage until it is over. ``make_request`` takes the seconds that the engine may wait.
 
@@ -172,7 +171,7 @@ def wait_for(
     start_s = time.monotonic()
     while True:
         left_s = limit_s - (time.monotonic() - start_s)
-        if left_s <= 0 or is_cancelled():
+        if left_s <= 0:
             raise DeadlineError(client.peer, stage, limit_s, time.monotonic() - start_s)
         wait_s = min(POLL_S, left_s)
         answer = client.call(make_request(wait_s), limit_s=min(left_s + 0.5, wait_s + _GRACE_S))

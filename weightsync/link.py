@@ -1,0 +1,409 @@
+"""One trainer rank's connection to one engine: handshake, plans, and the stages of an update."""
+
+from __future__ import annotations
+
+import ctypes
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from weightsync import native
+from weightsync.binding import Table, encode_entries, pack_table, rebased
+from weightsync.control import ControlClient, wait_for
+from weightsync.deadline import CancelToken, Deadline
+from weightsync.errors import (
+    BusyError,
+    CancelledError,
+    ConfigError,
+    DeadlineError,
+    EpochError,
+    IntegrityError,
+    PeerLostError,
+    ProtocolError,
+    TransportError,
+    WeightSyncError,
+)
+from weightsync.faults import reach
+from weightsync.layout import Layout
+from weightsync.messages import (
+    AbortRequest,
+    AttachRequest,
+    BeginRequest,
+    CloseRequest,
+    CommitRequest,
+    ConnectRequest,
+    HeartbeatRequest,
+    MoveRequest,
+    PlanRequest,
+    PrepareRequest,
+    StatusRequest,
+)
+from weightsync.options import SenderOptions
+from weightsync.plan import RefitPlan, make_plan, slot_bytes
+from weightsync.tensors import LocalTensors
+from weightsync.transports.base import (
+    Capabilities,
+    RingOptions,
+    SlotHeader,
+    SourceEndpoint,
+    StreamSource,
+    Transport,
+)
+from weightsync.types import Availability, Contract, Outcome
+
+_CONNECT_RETRY_S = 0.1
+_STATUS_LIMIT_S = 5.0
+_NEVER_HEARD = "the engine does not know this session"
+
+
+@dataclass
+class Bound:
+    """A plan with everything kept to replay it: pack tables by bucket, entries of each slot."""
+
+    plan: RefitPlan
+    packs: list[Table] = field(default_factory=list)
+    entries: list[bytes] = field(default_factory=list)
+    addresses: tuple[int, ...] = ()  # those that the tables were made for
+
+
+class EngineLink:
+    """Used by one thread at a time, except ``heartbeat`` and ``lost``."""
+
+    def __init__(
+        self, client: ControlClient, transport: Transport, options: SenderOptions, run_id: str
+    ) -> None:
+        self.client = client
+        self.run_id = run_id
+        self._transport = transport
+        self._options = options
+        self._endpoint: SourceEndpoint | None = None
+        self._have: Capabilities | None = None
+        self._bound: dict[str, Bound] = {}
+        self._told_epoch: str | None = None  # publication the engine was told in full
+        self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="weightsync-link")
+        self.layout: Layout | None = None
+        self.epoch = ""
+        self.path = ""
+        self.is_broken = True
+        self.phases: dict[str, float] = {}
+
+    @property
+    def peer(self) -> str:
+        return self.client.peer
+
+    # --- handshake ----------------------------------------------------------------------------------
+
+    def connect(self) -> None:
+        """Handshake with the engine; waits for one that does not listen yet, or that another run
+        holds, up to ``connect_timeout_s``. Raises what the last attempt met."""
+        limit_s = self._options.connect_timeout_s
+        start_s = time.monotonic()
+        while True:
+            left_s = limit_s - (time.monotonic() - start_s)
+            try:
+                answer = self.client.call(
+                    ConnectRequest(self.run_id, self._options.lease_s), limit_s=max(left_s, 0.5)
+                )
+                break
+            except (PeerLostError, BusyError) as error:
+                if left_s <= _CONNECT_RETRY_S:
+                    kind = type(error)
+                    raise kind(
+                        f"{self.peer}: not connected after {limit_s:.1f} s: {error}"
+                    ) from error
+                threading.Event().wait(_CONNECT_RETRY_S)
+        reach("trainer.connected")
+        self._drop_endpoint()
+        self._adopt(answer)
+        self._attach(Deadline(max(limit_s, 1.0), peer=self.peer, stage="attach"))
+        self.is_broken = False
+        reach("trainer.attached")
+
+    def _adopt(self, answer: Mapping[str, Any]) -> None:
+        self.epoch = str(answer["epoch"])
+        self.layout = Layout.from_json(answer["layout"])
+        if self.layout.digest != answer["layout_digest"]:
+            raise ProtocolError(f"{self.peer}: its layout does not survive the wire")
+        self._bound.clear()
+        self._told_epoch = None
+
+    def _attach(self, deadline: Deadline) -> None:
+        capabilities = self._transport.capabilities()
+        self._endpoint = endpoint = self._transport.open_source()
+        request = AttachRequest(
+            self.run_id, self._transport.name, dict(endpoint.descriptor()), deadline.remaining_s()
+        )
+        # The engine connects back while it answers, so both ends are driven at once.
+        asked = self._pool.submit(
+            self.client.call, request, limit_s=deadline.remaining_s() + _STATUS_LIMIT_S
+        )
+        token = deadline.token = CancelToken()
+        asked.add_done_callback(lambda f: token.cancel("refused") if f.exception() else None)
+        try:
+            endpoint.accept(deadline)
+        except CancelledError:
+            asked.result()  # raises what the engine said
+            raise
+        answer = asked.result()
+        contracts = dict(capabilities.contracts)
+        for name, found in answer["contracts"].items():
+            contracts[Contract(name)] = _worse(contracts.get(Contract(name)), Availability(**found))
+        self._have = Capabilities(
+            capabilities.name, contracts, capabilities.costs, capabilities.direct_converts
+        )
+        self.path = str(answer["path"])
+        self._check_speed()
+
+    def _check_speed(self) -> None:
+        direct = self._capabilities().contracts.get(Contract.DIRECT)
+        if direct is None or (direct.is_usable and not direct.is_slow):
+            return
+        what = "slow" if direct.is_usable else "not usable"
+        self._options.warn_slow(
+            f"{self._transport.name} to {self.peer}: direct reads are {what} ({self.path}): "
+            f"{direct.reason}. {direct.remedy}"
+        )
+
+    def _capabilities(self) -> Capabilities:
+        if self._have is None:
+            raise ConfigError(f"{self.peer}: not connected")
+        return self._have
+
+    def lost(self) -> str | None:
+        """Why the engine's process is known to be gone."""
+        return None if self._endpoint is None else self._endpoint.lost()
+
+    def heartbeat(self) -> None:
+        """Renew the lease; a failure shows in the stage that runs, not here."""
+        with suppress(WeightSyncError):
+            self.client.call(HeartbeatRequest(self.run_id), limit_s=self._options.lease_s)
+
+    # --- plan ---------------------------------------------------------------------------------------
+
+    def plan(self, tensors: LocalTensors) -> Bound:
+        """The plan for these tensors, made and agreed once for each source layout."""
+        if self.layout is None:
+            raise ConfigError(f"{self.peer}: not connected")
+        key = tensors.layout.digest
+        bound = self._bound.get(key)
+        if bound is None:
+            plan = make_plan(
+                tensors.layout,
+                self.layout,
+                bucket_bytes=self._options.bucket_bytes,
+                capabilities=self._capabilities(),
+                choice=self._options.contract,
+            )
+            self._agree(plan, tensors.layout)
+            bound = self._bound[key] = Bound(plan)
+            while len(self._bound) > 64:
+                self._bound.pop(next(iter(self._bound)))
+        addresses = tuple(a.ptr for a in tensors.addresses)
+        if bound.plan.contract is Contract.STREAM and bound.addresses != addresses:
+            self._bind(bound, tensors)
+            bound.addresses = addresses
+        return bound
+
+    def _agree(self, plan: RefitPlan, source: Layout) -> None:
+        request = PlanRequest(self.run_id, plan.to_json(), source.to_json())
+        answer = self.client.call(request, limit_s=self._options.request_timeout_s)
+        if answer.get("digest") != plan.digest:
+            raise IntegrityError(
+                f"{self.peer}: understood another plan ({answer.get('digest')!r}, ours is "
+                f"{plan.digest!r}); use one version of weightsync on both sides"
+            )
+        reach("trainer.planned")
+
+    def _bind(self, bound: Bound, tensors: LocalTensors) -> None:
+        addresses = {a.region: a.ptr for a in tensors.addresses}
+        cuts = bound.plan.buckets
+        bound.packs = [pack_table(bound.plan, c, tensors.layout, addresses) for c in cuts]
+        bound.entries = [encode_entries(c) for c in cuts]
+
+    # --- stages -------------------------------------------------------------------------------------
+
+    def begin(self, session_id: str, version: int, scope: list[str] | None) -> None:
+        o = self._options
+        self._wait(
+            lambda wait_s: BeginRequest(
+                self.run_id,
+                self.epoch,
+                session_id,
+                version,
+                scope,
+                o.placement.value,
+                o.verify.value,
+                o.pause_mode.value,
+                o.deadline_s,
+                o.commit_timeout_s,
+                wait_s,
+            ),
+            o.deadline_s + o.commit_timeout_s,
+            "begin",
+        )
+
+    def move(
+        self, session_id: str, move_id: int, bound: Bound, tensors: LocalTensors, token: CancelToken
+    ) -> None:
+        """Returns when the engine has read everything: the sources may then change."""
+        if self._endpoint is None:
+            raise ConfigError(f"{self.peer}: not connected")
+        is_direct = bound.plan.contract is Contract.DIRECT
+        epoch, publication = "", None
+        if is_direct:
+            descriptor = dict(self._endpoint.direct().publish(tensors.addresses))
+            epoch = str(descriptor.get("epoch"))
+            publication = None if epoch == self._told_epoch else descriptor
+        reach("trainer.move")
+        ask: Callable[[float], MoveRequest] = lambda wait_s: MoveRequest(  # noqa: E731
+            session_id, move_id, bound.plan.digest, epoch, publication, wait_s
+        )
+        limit_s = self._options.deadline_s + self._options.commit_timeout_s
+        if is_direct:
+            self._wait(ask, limit_s, "move")
+            self._told_epoch = epoch
+            return
+        asked = self._pool.submit(self._wait, ask, limit_s, "move")
+        self._fill(session_id, move_id, bound, asked, token)
+
+    def _fill(
+        self,
+        session_id: str,
+        move_id: int,
+        bound: Bound,
+        asked: Future[dict[str, Any]],
+        token: CancelToken,
+    ) -> None:
+        """Fill slots while the engine empties them; the engine's own error says more than ours."""
+        asked.add_done_callback(
+            lambda f: token.cancel("the engine ended") if f.exception() else None
+        )
+        deadline = Deadline(self._options.deadline_s, peer=self.peer, stage="move", token=token)
+        try:
+            self._fill_slots(session_id, move_id, bound, deadline)
+        except (CancelledError, PeerLostError):
+            if asked.done() and asked.exception() is not None:
+                asked.result()
+            raise
+        asked.result()
+
+    def _fill_slots(self, session_id: str, move_id: int, bound: Bound, deadline: Deadline) -> None:
+        if self._endpoint is None:
+            raise ConfigError(f"{self.peer}: not connected")
+        ring = RingOptions(self._options.num_slots, slot_bytes(bound.plan.bucket_bytes))
+        stream = self._endpoint.stream(ring, deadline)
+        stream.begin_move(session_id, deadline)
+        last = len(bound.packs) - 1
+        for i, (rows, entries) in enumerate(zip(bound.packs, bound.entries, strict=True)):
+            self._fill_slot(stream, rows, entries, (session_id, move_id, i, i == last), deadline)
+            reach("trainer.bucket")
+        stream.flush(deadline)
+
+    def _fill_slot(
+        self,
+        stream: StreamSource,
+        rows: Table,
+        entries: bytes,
+        place: tuple[str, int, int, bool],
+        deadline: Deadline,
+    ) -> None:
+        session_id, move_id, sequence, is_last = place
+        slot = stream.acquire(deadline)
+        cuts = np.frombuffer(entries, dtype="<i8").reshape(-1, 4)
+        data_bytes = int((cuts[:, 2] + cuts[:, 3]).max(initial=0))
+        cancel = None if deadline.token is None else deadline.token.native_flag
+        native.copy_segments(
+            rebased(rows, target=slot.ptr), num_threads=self._options.num_threads, cancel=cancel
+        )
+        deadline.check()
+        behind = -(-data_bytes // 16) * 16
+        ctypes.memmove(slot.ptr + behind, entries, len(entries))
+        header = SlotHeader(
+            session_id, move_id, sequence, data_bytes, behind, len(entries), is_last
+        )
+        stream.submit(slot, header)
+
+    def prepare(self, session_id: str, manifest: dict[str, Any]) -> None:
+        limit_s = self._options.deadline_s + self._options.commit_timeout_s
+        self._wait(lambda w: PrepareRequest(session_id, manifest, w), limit_s, "prepare")
+
+    def commit(self, session_id: str) -> dict[str, Any]:
+        """The outcome and the engine's own statistics."""
+        limit_s = 2 * self._options.commit_timeout_s + 1.0
+        return self._wait(lambda w: CommitRequest(session_id, w), limit_s, "commit")
+
+    def abort(self, session_id: str, reason: str) -> tuple[Outcome, str]:
+        """Give a session up, whatever its state; says how it ended."""
+        limit_s = self._options.commit_timeout_s + 1.0
+        try:
+            answer = self._wait(lambda w: AbortRequest(session_id, reason, w), limit_s, "abort")
+        except WeightSyncError:
+            return self.outcome(session_id)
+        return Outcome(answer["outcome"]), str(answer.get("detail", ""))
+
+    def outcome(self, session_id: str) -> tuple[Outcome, str]:
+        """Ask how a session ended; ``UNKNOWN`` while it cannot be said."""
+        try:
+            answer = self.status(session_id)
+        except WeightSyncError as error:
+            return Outcome.UNKNOWN, str(error)
+        if answer["epoch"] != self.epoch:
+            return Outcome.UNKNOWN, "the engine was restarted; it holds the weights it starts with"
+        if answer["outcome"] in ("open", "unknown"):
+            return Outcome.UNKNOWN, _NEVER_HEARD if answer["outcome"] == "unknown" else "still open"
+        return Outcome(answer["outcome"]), str(answer["detail"])
+
+    @staticmethod
+    def forgot(detail: str) -> bool:
+        """Whether the engine, in the same life, does not know the session of an outcome: if it was
+        never asked to commit it, it never will."""
+        return detail == _NEVER_HEARD
+
+    def status(self, session_id: str | None = None) -> dict[str, Any]:
+        return self.client.call(StatusRequest(session_id), limit_s=_STATUS_LIMIT_S)
+
+    def _wait(
+        self, make_request: Callable[[float], Any], limit_s: float, stage: str
+    ) -> dict[str, Any]:
+        start_s = time.perf_counter()
+        try:
+            return wait_for(self.client, make_request, limit_s=limit_s, stage=stage)
+        except (PeerLostError, EpochError, DeadlineError, TransportError):
+            self.is_broken = True
+            raise
+        finally:
+            spent_s = time.perf_counter() - start_s
+            self.phases[stage] = self.phases.get(stage, 0.0) + spent_s
+
+    # --- end ----------------------------------------------------------------------------------------
+
+    def _drop_endpoint(self) -> None:
+        endpoint, self._endpoint = self._endpoint, None
+        if endpoint is not None:
+            endpoint.close()
+
+    def close(self) -> None:
+        """Tell the engine, release everything. Idempotent."""
+        if not self.is_broken:
+            with suppress(WeightSyncError):
+                self.client.call(CloseRequest(self.run_id, 2.0), limit_s=_STATUS_LIMIT_S)
+        self.is_broken = True
+        self._drop_endpoint()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self.client.close()
+
+
+def new_session_id() -> str:
+    """Never used before by anyone."""
+    return secrets.token_hex(8)
+
+
+def _worse(ours: Availability | None, theirs: Availability) -> Availability:
+    return ours if ours is not None and not ours.is_usable else theirs

@@ -1,0 +1,76 @@
+"""What a sender may be given to send, and how it becomes tensors with addresses."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from weightsync.errors import ConfigError
+from weightsync.memory import available_bytes
+from weightsync.naming import Rule, RuledTensors, apply_rules, module_tensors, rules_for
+from weightsync.tensors import LocalTensors, local_tensors, view_of
+from weightsync.types import CastPolicy, parse_bytes
+
+_AUTO_BUCKET_MAX_BYTES = 2**30
+_AUTO_BUCKET_MIN_BYTES = 64 * 2**20
+#: ``auto`` takes at most this part of the memory that is available.
+_AUTO_BUCKET_PART = 32
+
+
+def resolve_bucket(bucket: str | int) -> int:
+    """Bytes of a slot: a size, or "auto" = 1 GiB where a 32nd of the memory allows it."""
+    if bucket != "auto":
+        return parse_bytes(bucket)
+    room = available_bytes() // _AUTO_BUCKET_PART
+    size = _AUTO_BUCKET_MAX_BYTES
+    while size > _AUTO_BUCKET_MIN_BYTES and size > room:
+        size //= 2
+    return size
+
+
+class ModuleSource:
+    """A ``torch.nn.Module`` as source; its layout is kept while its tensors stay where they are."""
+
+    def __init__(self, rules: Sequence[Rule] | None, cast: CastPolicy) -> None:
+        self._rules, self._cast = rules, cast
+        self._module: weakref.ref[Any] | None = None
+        self._seen: list[tuple[Any, ...]] = []
+        self._kept: tuple[LocalTensors, Mapping[str, str]] | None = None
+
+    def collect(self, module: Any) -> tuple[LocalTensors, Mapping[str, str]]:
+        """Its tensors after the rules, and what the rules dropped."""
+        tensors = [*module.parameters(), *module.buffers()]
+        seen = [(t.data_ptr(), t.dtype, t.shape) for t in tensors]
+        is_same = self._module is not None and self._module() is module and seen == self._seen
+        if self._kept is None or not is_same:
+            rules = rules_for(module) if self._rules is None else self._rules
+            ruled = module_tensors(module, rules)
+            self._kept = (local_tensors(ruled.named, cast=self._cast), ruled.dropped)
+            self._module, self._seen = weakref.ref(module), seen
+        return self._kept
+
+
+def chunks(
+    named: Iterable[tuple[str, Any]], rules: Sequence[Rule], bucket_bytes: int
+) -> Iterator[RuledTensors]:
+    """Gather a generator's tensors, about one bucket at a time, so that few are alive at once."""
+    gathered = RuledTensors([], {})
+    size = 0
+    for item in named:
+        if not (isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)):
+            raise ConfigError(
+                f"a source yields (name, tensor) pairs, got {type(item).__name__}; give a module, a "
+                "mapping or an iterable of pairs"
+            )
+        ruled = apply_rules([item], rules)
+        gathered.dropped.update(ruled.dropped)
+        for name, tensor in ruled.named:
+            num_bytes = view_of(tensor, name).num_bytes
+            if gathered.named and size + num_bytes > bucket_bytes:
+                yield gathered
+                gathered, size = RuledTensors([], {}), 0
+            gathered.named.append((name, tensor))
+            size += num_bytes
+    if gathered.named or gathered.dropped:
+        yield gathered
