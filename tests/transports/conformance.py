@@ -17,6 +17,7 @@ from transports.direct_contract import DirectContract
 from transports.pairs import (
     LIMIT_S,
     SHORT_S,
+    Bytes,
     Pair,
     TransportContract,
     addresses,
@@ -43,6 +44,7 @@ from weightsync.transports.base import (
 from weightsync.types import Contract
 
 __all__ = [
+    "Bytes",
     "ConnectContract",
     "DirectContract",
     "FullContract",

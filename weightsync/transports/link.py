@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import queue
+import threading
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
@@ -46,6 +47,8 @@ class Inbox:
         self.link = link
         self._kinds = frozenset(kinds)
         self._waiting: deque[Frame] = deque()
+        self._lock = threading.Lock()  # close() comes from any thread
+        self._is_closed = False
 
     def take(self, kinds: Sequence[str], deadline: Deadline) -> Frame:
         """Wait for the next frame of one of these kinds."""
@@ -73,14 +76,18 @@ class Inbox:
             raise PeerLostError(reason)
 
     def close(self) -> None:
-        while self._waiting:
-            close_fds(self._waiting.popleft()[1])
+        """Drop what waits. The link must be closed."""
+        with self._lock:
+            self._is_closed = True
+            while self._waiting:
+                close_fds(self._waiting.popleft()[1])
 
     def _take_waiting(self, kinds: Sequence[str]) -> Frame | None:
-        for index, frame in enumerate(self._waiting):
-            if frame[0]["kind"] in kinds:
-                del self._waiting[index]
-                return frame
+        with self._lock:
+            for index, frame in enumerate(self._waiting):
+                if frame[0]["kind"] in kinds:
+                    del self._waiting[index]
+                    return frame
         return None
 
     def _admit(self, frame: Frame) -> str:
@@ -93,10 +100,13 @@ class Inbox:
         return kind
 
     def _keep(self, frame: Frame) -> None:
-        if len(self._waiting) >= _MAX_WAITING:
-            close_fds(frame[1])
+        with self._lock:
+            if not self._is_closed and len(self._waiting) < _MAX_WAITING:
+                self._waiting.append(frame)
+                return
+        close_fds(frame[1])
+        if not self._is_closed:
             raise ProtocolError(f"more than {_MAX_WAITING} frames wait here: the peer floods us")
-        self._waiting.append(frame)
 
 
 class LocalLink:

@@ -104,7 +104,6 @@ class _LocalPath(ReadPath):
     """Addresses are plain: both ends live in one process."""
 
     name = "copy"
-    converts = True
 
     def __init__(self, link: LocalLink, faults: _Faults) -> None:
         self._link = link
@@ -221,6 +220,7 @@ class LoopbackSource(SourceEndpoint):
         with _sources_lock:
             _sources.pop(self._endpoint, None)
         self._link.close()
+        self._ring = None  # its memory goes with the last slot that somebody holds
         if self._memory is not None:
             self._memory.close()
 
@@ -260,6 +260,7 @@ class LoopbackTarget(TargetEndpoint):
     def close(self) -> None:
         self._link.close()
         self._reader.close()
+        self._ring = None
 
 
 _sources: weakref.WeakValueDictionary[str, LoopbackSource] = weakref.WeakValueDictionary()

@@ -192,7 +192,6 @@ class ReadPath(ABC):
     """How the bytes of published regions are reached."""
 
     name: str
-    converts: bool
 
     @abstractmethod
     def map(self, regions: Mapping[int, Span], board: EpochBoard) -> dict[int, int]:

@@ -1,0 +1,296 @@
+"""Between two processes of one machine, over host memory.
+
+A channel on an abstract Unix socket carries headers and file descriptors. The stream is a ring in a
+memfd of the trainer, which the engine maps for reading only. Direct reads are ``process_vm_readv``,
+or, where the kernel refuses that, reads of the trainer's :class:`~weightsync.memory.SharedArena`.
+Nothing has a name in a file system: a SIGKILL of either side leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from typing import Any, Final
+
+import numpy as np
+
+from weightsync.deadline import Deadline
+from weightsync.errors import ConfigError, ProtocolError, TransportError, UnavailableError
+from weightsync.memory import MemfdMemory, has_arenas
+from weightsync.transports.base import (
+    Availability,
+    Capabilities,
+    CostConstants,
+    Descriptor,
+    DirectSource,
+    DirectTarget,
+    RingOptions,
+    SourceEndpoint,
+    StreamSource,
+    StreamTarget,
+    TargetEndpoint,
+    Transport,
+)
+from weightsync.transports.channel import Channel, Listener, close_fds, connect
+from weightsync.transports.ipc_host import (
+    REMEDY,
+    TRACERS,
+    host_identity,
+    probe_word,
+    process_read_here,
+)
+from weightsync.transports.ipc_paths import DirectPath, MemfdPath, ProcessReadPath
+from weightsync.transports.link import Inbox, check_fields
+from weightsync.transports.published import DIRECT_KINDS, DirectReader, Publisher, ReadPath
+from weightsync.transports.ring import (
+    RING_SOURCE_KINDS,
+    RING_TARGET_KINDS,
+    RingSource,
+    RingTarget,
+    ring_bytes,
+)
+from weightsync.types import PROTOCOL_VERSION, Contract
+
+__all__ = ["DirectPath", "IpcTransport"]
+
+_DESCRIPTOR_FIELDS: Final = {
+    "schema": int, "transport": str, "endpoint": str, "host": dict, "channel": dict,
+}  # fmt: skip
+_HOST_FIELDS: Final = {"boot_id": str, "net_namespace": int, "pid_namespace": int}
+_HELLO_FIELDS: Final = {
+    "kind": str, "endpoint": str, "word_ptr": int, "word": int, "has_arenas": bool,
+}  # fmt: skip
+_RING_FIELDS: Final = {"kind": str, "num_slots": int, "slot_bytes": int}
+
+
+class IpcSource(SourceEndpoint):
+    """The trainer's end."""
+
+    def __init__(self) -> None:
+        self._endpoint = secrets.token_hex(8)
+        self._listener = Listener("unix")
+        self._publisher = Publisher("ipc", self._endpoint, shares_arenas=True)
+        # What the target reads to see that it reads the right process.
+        self._word = np.array([secrets.randbits(63)], dtype="<u8")
+        self._channel: Channel | None = None
+        self._inbox: Inbox | None = None
+        self._memory: MemfdMemory | None = None
+        self._options: RingOptions | None = None
+        self._ring: RingSource | None = None
+        self._close_lock = threading.Lock()
+        self._is_closed = False
+
+    def descriptor(self) -> Descriptor:
+        return {
+            "schema": PROTOCOL_VERSION,
+            "transport": "ipc",
+            "endpoint": self._endpoint,
+            "host": host_identity(),
+            "channel": self._listener.address(),
+        }
+
+    def accept(self, deadline: Deadline) -> None:
+        if self._channel is not None:
+            return
+        channel = self._listener.accept(deadline)
+        with self._close_lock:
+            if self._is_closed:
+                channel.close()
+                raise TransportError(f"{deadline.peer}: this end was closed")
+            self._channel = channel
+            self._inbox = Inbox(channel, RING_SOURCE_KINDS)
+            TRACERS.permit(channel.peer_pid)
+        self._listener.close()
+        hello = {
+            "kind": "hello",
+            "endpoint": self._endpoint,
+            "word_ptr": int(self._word.ctypes.data),
+            "word": int(self._word[0]),
+            "has_arenas": has_arenas(),
+        }
+        channel.send(hello, deadline=deadline)
+        self._publisher.attach(channel)
+
+    def stream(self, options: RingOptions, deadline: Deadline) -> StreamSource:
+        if self._inbox is None:
+            raise ConfigError("accept() comes before stream()")
+        self._inbox.check()
+        if self._ring is None:
+            memory = MemfdMemory.create(ring_bytes(options), "weightsync-ring")
+            frame = {
+                "kind": "ring",
+                "num_slots": options.num_slots,
+                "slot_bytes": options.slot_bytes,
+            }
+            fd = memory.read_only_fd()
+            try:
+                self._inbox.link.send(frame, [fd], deadline)
+            finally:
+                close_fds([fd])
+            self._memory, self._options = memory, options
+            self._ring = RingSource(self._inbox, memory, options)
+        elif options != self._options:
+            raise ConfigError(f"the ring of this pair has {self._options}, not {options}")
+        return self._ring
+
+    def direct(self) -> DirectSource:
+        return self._publisher
+
+    def lost(self) -> str | None:
+        return None if self._channel is None else self._channel.lost()
+
+    @property
+    def path(self) -> str:
+        return "host memory"
+
+    def close(self) -> None:
+        with self._close_lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        self._listener.close()
+        if self._channel is not None:
+            TRACERS.forbid(self._channel.peer_pid)
+            self._channel.close()
+        if self._inbox is not None:
+            self._inbox.close()
+        self._ring = None  # its memory goes with the last slot that somebody holds
+        if self._memory is not None:
+            self._memory.close()
+
+
+class IpcTarget(TargetEndpoint):
+    """The engine's end."""
+
+    def __init__(self, channel: Channel, endpoint: str, direct_path: DirectPath) -> None:
+        self._channel = channel
+        self._endpoint = endpoint
+        self._direct_path = direct_path
+        self._inbox = Inbox(channel, ("hello", "ring", *RING_TARGET_KINDS, *DIRECT_KINDS))
+        self._hello: dict[str, Any] | None = None
+        self._memory: MemfdMemory | None = None
+        self._ring: RingTarget | None = None
+        self._path = ""
+        self._reader = DirectReader("ipc", endpoint, self._inbox, self._find_path)
+
+    def stream(self, deadline: Deadline) -> StreamTarget:
+        if self._ring is None:
+            message, fds = self._inbox.take(("ring",), deadline)
+            try:
+                check_fields(message, _RING_FIELDS, "frame 'ring'")
+                options = RingOptions(message["num_slots"], message["slot_bytes"])
+                num_bytes = ring_bytes(options)
+                if len(fds) != 1:
+                    raise ProtocolError(f"the ring came with {len(fds)} descriptors, not one")
+            except (ProtocolError, ConfigError) as error:
+                close_fds(fds)
+                raise ProtocolError(str(error)) from error
+            self._memory = MemfdMemory.map(fds[0], num_bytes)
+            self._ring = RingTarget(self._inbox, self._memory, options)
+        return self._ring
+
+    def direct(self) -> DirectTarget:
+        return self._reader
+
+    def probe_direct(self, deadline: Deadline) -> Availability:
+        hello = self._take_hello(deadline)
+        process = self._probe_process(hello)
+        if process.is_usable or self._direct_path is DirectPath.PROCESS_READ:
+            return process
+        if hello["has_arenas"]:
+            reason = f"{process.reason}: only memory in a SharedArena can be read"
+            return Availability(True, reason, process.remedy)
+        return process
+
+    def _probe_process(self, hello: dict[str, Any]) -> Availability:
+        if self._direct_path is DirectPath.MEMFD:
+            return Availability(False, "reading the process is switched off", REMEDY)
+        return probe_word(self._channel.peer_pid, hello["word_ptr"], hello["word"])
+
+    def _find_path(self, deadline: Deadline) -> ReadPath:
+        process = self._probe_process(self._take_hello(deadline))
+        path: ReadPath
+        if process.is_usable:
+            path = ProcessReadPath(self._channel.peer_pid, self._channel.lost)
+        elif self._direct_path is DirectPath.PROCESS_READ:
+            self._inbox.check()  # a peer that is gone is not a peer that refuses
+            raise UnavailableError(f"direct reads: {process.reason}; {process.remedy}")
+        else:
+            path = MemfdPath(process.reason)
+        self._path = path.name
+        return path
+
+    def _take_hello(self, deadline: Deadline) -> dict[str, Any]:
+        if self._hello is None:
+            message, fds = self._inbox.take(("hello",), deadline)
+            close_fds(fds)
+            check_fields(message, _HELLO_FIELDS, "frame 'hello'")
+            if message["endpoint"] != self._endpoint:
+                raise ProtocolError("the process at this address is not the one of the descriptor")
+            self._hello = message
+        return self._hello
+
+    def lost(self) -> str | None:
+        return self._channel.lost()
+
+    @property
+    def path(self) -> str:
+        return self._path or "host memory"
+
+    def close(self) -> None:
+        self._channel.close()
+        self._inbox.close()
+        self._reader.close()
+        self._ring = None  # its memory goes with the last slot that somebody holds
+        if self._memory is not None:
+            self._memory.close()
+
+
+class IpcTransport(Transport):
+    """See the module. ``direct_path`` is for tests: how direct reads travel."""
+
+    name = "ipc"
+
+    def __init__(self, direct_path: DirectPath = DirectPath.AUTO) -> None:
+        self._direct_path = direct_path
+
+    def capabilities(self) -> Capabilities:
+        direct = process_read_here()
+        if not direct.is_usable:
+            reason = f"{direct.reason}: only memory in a SharedArena can be read"
+            direct = Availability(True, reason, direct.remedy)
+        return Capabilities(
+            name=self.name,
+            contracts={Contract.STREAM: Availability(True), Contract.DIRECT: direct},
+            costs={Contract.STREAM: _STREAM_COSTS, Contract.DIRECT: _DIRECT_COSTS},
+        )
+
+    def open_source(self) -> IpcSource:
+        return IpcSource()
+
+    def open_target(self, descriptor: Descriptor, deadline: Deadline) -> IpcTarget:
+        fields = check_fields(descriptor, _DESCRIPTOR_FIELDS, "ipc descriptor")
+        for name, value in (("schema", PROTOCOL_VERSION), ("transport", self.name)):
+            if fields[name] != value:
+                raise ProtocolError(
+                    f"ipc descriptor: field {name!r} is {fields[name]!r}, not {value!r}"
+                )
+        _check_host(fields["host"])
+        return IpcTarget(
+            connect(fields["channel"], deadline), fields["endpoint"], self._direct_path
+        )
+
+
+def _check_host(host: object) -> None:
+    """Before anything is opened: nothing of ``ipc`` reaches another kernel or network namespace."""
+    theirs, ours = check_fields(host, _HOST_FIELDS, "ipc descriptor, 'host'"), host_identity()
+    for name, what in (("boot_id", "machine"), ("net_namespace", "network namespace")):
+        if theirs[name] != ours[name]:
+            raise UnavailableError(
+                f"ipc: the trainer is in another {what} ({name} {theirs[name]}, here {ours[name]}); "
+                "use 'p2p' between machines, or share the network namespace between containers"
+            )
+
+
+_STREAM_COSTS: Final = CostConstants(op_s=60e-6, bytes_per_s=5e9)
+_DIRECT_COSTS: Final = CostConstants(op_s=0.3e-6, bytes_per_s=5e9)

@@ -1,0 +1,97 @@
+"""The two ways to read a trainer's host memory: its process, or the memory it shares."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Mapping
+from enum import Enum
+
+from weightsync import config
+from weightsync.errors import PeerLostError, TransportError, UnavailableError
+from weightsync.memory import MemfdMemory
+from weightsync.native import CancelFlag, copy_segments, read_process_segments
+from weightsync.transports.base import Table
+from weightsync.transports.ipc_host import REMEDY, refusal
+from weightsync.transports.published import EpochBoard, ReadPath, Span
+
+
+class DirectPath(Enum):
+    """Which way is taken; ``AUTO`` reads the process, and shared memory where that is refused."""
+
+    AUTO = "auto"
+    PROCESS_READ = "process_read"
+    MEMFD = "memfd"
+
+
+class ProcessReadPath(ReadPath):
+    """``process_vm_readv``: addresses are the trainer's."""
+
+    name = "process_vm_readv"
+
+    def __init__(self, pid: int, lost: Callable[[], str | None]) -> None:
+        self._pid = pid
+        self._lost = lost
+
+    def map(self, regions: Mapping[int, Span], board: EpochBoard) -> dict[int, int]:
+        return {region: ptr for region, (ptr, _) in regions.items()}
+
+    def copy(self, rows: Table, flag: CancelFlag) -> int:
+        try:
+            return read_process_segments(
+                self._pid, rows, num_threads=config.num_threads(), cancel=flag
+            )
+        except OSError as error:
+            if error.errno == errno.ESRCH or (reason := self._lost()) is not None:
+                reason = self._lost() or f"process {self._pid} ended"
+                raise PeerLostError(reason) from error
+            if error.errno in (errno.EPERM, errno.ENOSYS):
+                raise UnavailableError(f"{refusal(self._pid, error)}; {REMEDY}") from error
+            raise TransportError(f"a published region cannot be read: {error}") from error
+
+    def close(self) -> None:
+        """Nothing is mapped."""
+
+
+class MemfdPath(ReadPath):
+    """The trainer's arenas, mapped here for reading; addresses are ours."""
+
+    name = "memfd"
+
+    def __init__(self, why_not_process: str) -> None:
+        self._why_not_process = why_not_process
+        self._epoch = 0
+        self._arenas: list[tuple[Span, MemfdMemory]] = []
+
+    def map(self, regions: Mapping[int, Span], board: EpochBoard) -> dict[int, int]:
+        if self._epoch != board.epoch:
+            self.close()
+            self._epoch = board.epoch
+            for span, fd in zip(board.arenas, board.take_fds(), strict=True):
+                self._arenas.append((span, MemfdMemory.map(fd, span[1])))
+        return {region: self._address(region, *span) for region, span in regions.items()}
+
+    def _address(self, region: int, ptr: int, num_bytes: int) -> int:
+        for (arena_ptr, arena_bytes), memory in self._arenas:
+            if arena_ptr <= ptr and ptr + num_bytes <= arena_ptr + arena_bytes:
+                return memory.ptr + ptr - arena_ptr
+        if num_bytes == 0:
+            return ptr
+        raise UnavailableError(
+            f"region {region} cannot be read directly: {self._why_not_process}, and not every "
+            f"published region lies in a SharedArena; {REMEDY}"
+        )
+
+    def copy(self, rows: Table, flag: CancelFlag) -> int:
+        try:
+            pins = [memory.pin() for _, memory in self._arenas]
+        except ValueError as error:
+            raise PeerLostError("this end was closed") from error
+        try:
+            return copy_segments(rows, num_threads=config.num_threads(), cancel=flag)
+        finally:
+            for pin in pins:
+                pin.release()
+
+    def close(self) -> None:
+        while self._arenas:
+            self._arenas.pop()[1].close()
