@@ -1,0 +1,123 @@
+"""``weightsync bench``: move a real model between two processes, prove it, and time it."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from weightsync.presets import PRESETS
+from weightsync.transports import transport_names
+from weightsync.types import ContractChoice, Placement, parse_bytes
+
+_EPILOG = """\
+A trainer process holds the model, an engine process holds the same model with other weights. Before
+every repeat the trainer changes every tensor; after every repeat each side digests its own live
+tensors, and both lists must agree. GB = 10^9 bytes, GiB = 2^30. Exit status: 0; 1 not verified or
+failed; 2 bad arguments; 3 a slow path under --strict.
+"""
+
+
+@dataclass(frozen=True)
+class BenchSettings:
+    """What a run was asked to do, resolved."""
+
+    transport: str
+    bucket: str
+    model: str
+    device: str
+    engine: str
+    placement: str
+    contract: str
+    repeat: int
+    json_file: Path | None
+    plot_file: Path | None
+    strict: bool
+
+
+def add_parser(commands: Any) -> None:
+    """Add this command to the ``weightsync`` parser."""
+    parser = commands.add_parser(
+        "bench",
+        help="move a real model between two processes on this machine, prove it and time it",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    names = [n for n in transport_names() if n != "loopback"]  # loopback is one process by nature
+    parser.add_argument("--transport", choices=names, default="p2p", help="default: %(default)s")
+    parser.add_argument(
+        "--bucket",
+        default="auto",
+        type=_bucket,
+        metavar="SIZE",
+        help="size of a stream's slot: 1GB, 512MiB, auto (default)",
+    )
+    parser.add_argument(
+        "--model",
+        default="qwen3-0.6b",
+        metavar="NAME|DIR",
+        help="a directory with config.json and safetensors, or real shapes by name: "
+        f"{', '.join(PRESETS)} (default: %(default)s, a transformers checkpoint written once to "
+        "the user's cache)",
+    )
+    parser.add_argument("--device", choices=["cpu"], default="cpu", help="default: %(default)s")
+    parser.add_argument(
+        "--engine", choices=["module"], default="module", help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--placement",
+        choices=[p.value for p in Placement],
+        default=Placement.STAGED.value,
+        help="where an update lands: a second copy, or the live slots (default: %(default)s)",
+    )
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--stream", action="store_true", help="through a ring of slots")
+    how.add_argument("--direct", action="store_true", help="the engine reads the trainer's memory")
+    parser.add_argument(
+        "--repeat", type=_positive, default=5, metavar="N", help="default: %(default)s"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result as JSON")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw phases and rates")
+    parser.add_argument(
+        "--strict", action="store_true", help="a slow path instead of a fast one is an error"
+    )
+    parser.set_defaults(run=_run)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a count >= 1")
+    return int(text)
+
+
+def _bucket(text: str) -> str:
+    try:
+        if text != "auto":
+            parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
+
+
+def _run(args: argparse.Namespace) -> int:
+    from weightsync.cli.bench_run import run_bench
+
+    contract = ContractChoice.AUTO
+    if args.stream or args.direct:
+        contract = ContractChoice.STREAM if args.stream else ContractChoice.DIRECT
+    return run_bench(
+        BenchSettings(
+            transport=args.transport,
+            bucket=args.bucket,
+            model=args.model,
+            device=args.device,
+            engine=args.engine,
+            placement=args.placement,
+            contract=contract.value,
+            repeat=args.repeat,
+            json_file=args.json,
+            plot_file=args.plot,
+            strict=args.strict,
+        )
+    )

@@ -1,0 +1,102 @@
+"""How a result of ``bench`` is shown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from weightsync.errors import MissingDependencyError
+from weightsync.types import format_bytes
+
+_WIDTH = 22
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """The result for people."""
+    total, seconds = result["total_bytes"], result["seconds"]
+    lines = [
+        f"weightsync bench: {result['model']} by {result['transport']} ({result['contract']}, "
+        f"{result['placement']}) on {result['device']}",
+        "",
+        _row("tensors", f"{result['num_tensors']:,}"),
+        _row("bytes", f"{format_bytes(total)} ({total:,} B)"),
+        _row("path", result["path"]),
+        _row("bucket", format_bytes(result["bucket_bytes"])),
+        "",
+        f"{'phase':<{_WIDTH}}{'seconds':>10}{'GB/s':>9}",
+    ]
+    moving = {"pack_and_move", "digest", "verify", "place", "read_back"}
+    for name, spent_s in result["phases"].items():
+        rate = f"{total / spent_s / 1e9:9.2f}" if name in moving and spent_s > 0 else ""
+        lines.append(f"{'  ' + name.replace('_', ' '):<{_WIDTH}}{spent_s:>10.4f}{rate}")
+    lines.append(
+        f"{'refit (median)':<{_WIDTH}}{seconds['median']:>10.4f}{result['gb_per_s']:9.2f}"
+        f"   min {seconds['min']:.4f}, p99 {seconds['p99']:.4f}, {result['repeat']} repeats"
+    )
+    lines += ["", *_limits(result), "", _row("verified", _verdict(result))]
+    return "\n".join(lines)
+
+
+def _row(name: str, value: str) -> str:
+    return f"{name:<{_WIDTH}}{value}"
+
+
+def _verdict(result: Mapping[str, Any]) -> str:
+    if result["verified"]:
+        return "yes: the engine's live tensors digest as the trainer's, after every refit"
+    return "NO: digests of the engine's live tensors differ from the trainer's"
+
+
+def _limits(result: Mapping[str, Any]) -> list[str]:
+    fitted = result["fit"]
+    rate = fitted["gb_per_s"]
+    bandwidth = "no cost of bytes seen" if rate is None else f"{rate:.2f} GB/s"
+    return [
+        _row("ceiling", f"{result['ceiling_gb_per_s']:.2f} GB/s ({result['ceiling']}, this run)"),
+        _row(
+            "fraction of ceiling",
+            f"{result['fraction_of_ceiling']:.1%} whole refit, "
+            f"{result['move_fraction_of_ceiling']:.1%} move phase",
+        ),
+        _row(
+            "fit of the move",
+            f"{fitted['bucket_s'] * 1e3:.3f} ms a bucket + {fitted['tensor_s'] * 1e6:.2f} us a "
+            f"tensor + bytes at {bandwidth} (residual {fitted['relative_error']:.0%})",
+        ),
+        _row("pause of the engine", f"{result['pause_seconds']:.4f} s"),
+        _row(
+            "peak extra memory",
+            f"{format_bytes(result['peak_extra_bytes'])} (beyond the staging copy of "
+            f"{format_bytes(result['placement_bytes'])})",
+        ),
+    ]
+
+
+def draw(result: Mapping[str, Any], path: Path) -> None:
+    """Phases and rates as a picture. Needs matplotlib."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise MissingDependencyError("matplotlib", "bench", "--plot draws with it") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), width_ratios=(2, 1))
+    once = {"connect", "plan_and_register"}
+    phases = {k.replace("_", " "): v for k, v in result["phases"].items() if k not in once}
+    left.barh(list(phases), [v * 1e3 for v in phases.values()], color="#4a7fb5")
+    left.invert_yaxis()
+    left.set_xlabel("milliseconds (median)")
+    left.set_title(f"{result['model']} by {result['transport']}, {result['contract']}")
+    rates = {
+        "refit": result["gb_per_s"],
+        "move": result["move_gb_per_s"],
+        "ceiling": result["ceiling_gb_per_s"],
+    }
+    right.bar(list(rates), list(rates.values()), color=["#4a7fb5", "#7fb54a", "#999999"])
+    right.set_ylabel("GB/s")
+    right.set_title(result["ceiling"])
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

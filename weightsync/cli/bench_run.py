@@ -1,0 +1,248 @@
+"""The run behind ``weightsync bench``: two workers, repeats, proofs, figures."""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from weightsync import __version__
+from weightsync.cli.bench import BenchSettings
+from weightsync.cli.bench_fit import Sample, fit
+from weightsync.cli.bench_model import (
+    ModelChoice,
+    check_room,
+    choose_model,
+    ready_checkpoint,
+    show_progress,
+)
+from weightsync.cli.bench_process import WorkerProcess
+from weightsync.cli.bench_report import draw, table
+from weightsync.errors import IntegrityError
+from weightsync.types import Placement
+
+#: Names of the phases of a refit in reports, by the name in an engine's report.
+PHASES = {
+    "pack_and_move": "move",
+    "digest": "digest",
+    "begin": "begin",
+    "verify": "engine_verify",
+    "prepare": "prepare",
+    "place": "engine_place",
+    "read_back": "engine_read_back",
+    "commit": "commit",
+}
+
+
+@dataclass
+class Measured:
+    """What the repeats gave."""
+
+    connect_s: float = 0.0
+    first_s: float = 0.0
+    refits: list[dict[str, Any]] = field(default_factory=list)
+    ceilings: list[float] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+    num_threads: int = 1
+    trainer_extra_bytes: int = 0
+    engine_extra_bytes: int = 0
+    path: str = ""
+    is_verified: bool = True
+    num_tensors: int = 0
+    total_bytes: int = 0
+
+
+def run_bench(settings: BenchSettings) -> int:
+    """Measure, print the table, write the files; the exit status."""
+    choice = choose_model(settings.model)
+    check_room(choice, settings.placement, settings.bucket)
+    choice = ready_checkpoint(choice)
+    with WorkerProcess("engine") as engine, WorkerProcess("trainer") as trainer:
+        measured = _measure(settings, choice, trainer, engine)
+    result = summarise(settings, choice, measured)
+    show_progress("")
+    print(table(result))
+    if settings.json_file is not None:
+        settings.json_file.write_text(json.dumps(result, indent=1) + "\n")
+    if settings.plot_file is not None:
+        draw(result, settings.plot_file)
+    return 0 if result["verified"] else 1
+
+
+def _measure(
+    settings: BenchSettings, choice: ModelChoice, trainer: WorkerProcess, engine: WorkerProcess
+) -> Measured:
+    show_progress(f"loading {choice.name} in both processes")
+    trainer.send("load", choice=asdict(choice), seed=0)
+    engine.call("load", choice=asdict(choice), seed=2)  # other weights than the trainer's
+    trainer.answer("load")
+    url = engine.call("serve")["url"]
+    options = {
+        "transport": settings.transport,
+        "bucket": settings.bucket,
+        "placement": settings.placement,
+        "contract": settings.contract,
+        "strict": settings.strict,
+    }
+    measured = Measured()
+    trainer.call("change", seed=0)
+    connected = trainer.call("connect", url=url, options=options)
+    measured.connect_s, measured.path = connected["connect_s"], connected["path"]
+
+    # The first refit pays for plan, registration and staging; memory is watched over it.
+    for worker in (trainer, engine):
+        worker.call("watch")
+    measured.first_s = _refit(trainer, engine, measured, version=1)["seconds"]
+    measured.trainer_extra_bytes = trainer.call("watched")["extra_bytes"]
+    measured.engine_extra_bytes = engine.call("watched")["extra_bytes"]
+
+    for i in range(settings.repeat):
+        show_progress(f"refit {i + 1} of {settings.repeat}")
+        ceiling = trainer.call("ceiling", total_bytes=choice.total_bytes)
+        measured.ceilings.append(ceiling["gb_per_s"])
+        measured.num_threads = ceiling["num_threads"]
+        measured.refits.append(_refit(trainer, engine, measured, version=i + 2))
+    _measure_scopes(trainer, measured, settings.repeat + 2)
+    return measured
+
+
+def _refit(
+    trainer: WorkerProcess, engine: WorkerProcess, measured: Measured, version: int
+) -> dict[str, Any]:
+    """One proven refit: everything differs before, nothing after; each side digests its own."""
+    trainer.call("change", seed=version)
+    sent = trainer.call("digest")
+    before = engine.call("digest")
+    same = [n for n in before if before[n] == sent.get(n)]
+    if same:
+        raise IntegrityError(
+            f"before refit {version}, {len(same)} tensors of the engine already equal the trainer's "
+            f"(first: {same[0]!r}): this run could not prove anything"
+        )
+    found = trainer.call("refit", version=version, names=None)
+    after = engine.call("digest")
+    measured.is_verified = measured.is_verified and _agree(sent, after)
+    measured.samples.append(_sample(found))
+    measured.num_tensors, measured.total_bytes = found["num_tensors"], found["num_bytes"]
+    return found
+
+
+def _agree(sent: Mapping[str, str], found: Mapping[str, str]) -> bool:
+    """Every live tensor of the engine digests as the trainer's; tied names travel once."""
+    return bool(found) and all(sent.get(name) == digest for name, digest in found.items())
+
+
+def _sample(refit: Mapping[str, Any]) -> Sample:
+    seconds = refit["phases"]["move"]
+    return Sample(refit["num_buckets"], refit["num_tensors"], refit["num_bytes"], seconds)
+
+
+def _measure_scopes(trainer: WorkerProcess, measured: Measured, version: int) -> None:
+    """Refits of parts, so that the costs of buckets, tensors and bytes come apart."""
+    names = sorted(trainer.call("digest"))
+    parts: list[Sequence[str]] = [names[::2], names[1::4], names[::8], names[:1], names[-4:]]
+    for part in [p for p in parts if p] * 2:
+        show_progress(f"refit of {len(part)} tensors")
+        found = trainer.call("refit", version=version, names=list(part))
+        measured.samples.append(_sample(found))
+        version += 1
+
+
+# --- figures --------------------------------------------------------------------------------------
+
+
+def summarise(settings: BenchSettings, choice: ModelChoice, measured: Measured) -> dict[str, Any]:
+    """The result under stable names (seconds, bytes, GB/s with GB = 10^9)."""
+    seconds = [r["seconds"] for r in measured.refits]
+    median_s = statistics.median(seconds)
+    ceiling = statistics.median(measured.ceilings)
+    move_s = statistics.median(r["phases"]["move"] for r in measured.refits)
+    rate = measured.total_bytes / median_s / 1e9
+    staged_bytes = measured.total_bytes if settings.placement == Placement.STAGED.value else 0
+    extra = max(measured.trainer_extra_bytes, measured.engine_extra_bytes - staged_bytes)
+    return {
+        "transport": settings.transport,
+        "device": settings.device,
+        "engine": settings.engine,
+        "model": choice.name,
+        "num_tensors": measured.num_tensors,
+        "total_bytes": measured.total_bytes,
+        "bucket_bytes": _bucket_bytes(settings),
+        "placement": settings.placement,
+        "contract": measured.refits[-1]["contract"],
+        "path": measured.path,
+        "repeat": settings.repeat,
+        "seconds": {"median": median_s, "min": min(seconds), "p99": _percentile(seconds, 0.99)},
+        "phases": _phases(measured),
+        "gb_per_s": rate,
+        "move_gb_per_s": measured.total_bytes / move_s / 1e9,
+        "ceiling_gb_per_s": ceiling,
+        "ceiling": f"memcpy, {measured.num_threads} threads",
+        "fraction_of_ceiling": rate / ceiling,
+        "move_fraction_of_ceiling": measured.total_bytes / move_s / 1e9 / ceiling,
+        "fit": fit(measured.samples),
+        "pause_seconds": statistics.median(r["pause_s"] for r in measured.refits),
+        "peak_extra_bytes": max(0, extra),
+        "trainer_extra_bytes": measured.trainer_extra_bytes,
+        "engine_extra_bytes": measured.engine_extra_bytes,
+        "placement_bytes": staged_bytes,
+        "verified": measured.is_verified,
+        "versions": versions(),
+    }
+
+
+def _bucket_bytes(settings: BenchSettings) -> int:
+    from weightsync.sources import resolve_bucket
+
+    return resolve_bucket(settings.bucket)
+
+
+def _phases(measured: Measured) -> dict[str, float]:
+    """Median seconds by phase; connect and the first refit's extra (plan, register) once."""
+    median_s = statistics.median(r["seconds"] for r in measured.refits)
+    phases = {
+        "connect": measured.connect_s,
+        "plan_and_register": max(0.0, measured.first_s - median_s),
+    }
+    for name, key in PHASES.items():
+        found = [r["phases"].get(key) for r in measured.refits]
+        known = [f for f in found if f is not None]
+        if known:
+            phases[name] = statistics.median(known)
+    return phases
+
+
+def _percentile(values: Sequence[float], part: float) -> float:
+    """Nearest rank."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(part * len(ordered)))]
+
+
+def versions() -> dict[str, str]:
+    """What ran, for whoever reads the figures later."""
+    from importlib import metadata
+
+    found = {"weightsync": __version__, "python": sys.version.split()[0]}
+    for package in ("torch", "numpy", "transformers", "nixl-cu13", "nixl-cu12"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    found["platform"] = platform.platform()
+    found["processor"] = _processor()
+    return found
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.machine()
