@@ -10,9 +10,8 @@
 namespace weightsync {
 namespace {
 
-// Words gathered along the index at a time; with kTileElements rows of 4 bytes, 64 KiB of scratch.
+// Words gathered along the index at a time; a tile's worth of rows of them is 64 KiB of any word.
 constexpr std::int64_t kGatherWords = 256;
-constexpr std::int64_t kMaxWordBytes = 4;
 
 bool is_along(const DigestDim& dim) { return dim.count > 1 && dim.index_stride == 1; }
 
@@ -33,7 +32,7 @@ DigestGather::DigestGather(const DigestRow& row) : row_(row) {
     along_ = dims[0];
     across_ = dims[1];
     rest_ = dims[2];
-    block_ = std::min(kTileElements, across_.count);
+    block_ = std::min(tile_elements(row.memory_word_bytes()), across_.count);
 }
 
 std::uint64_t DigestGather::digest_units(std::int64_t begin, std::int64_t end) const {
@@ -50,7 +49,7 @@ std::uint64_t DigestGather::digest_units(std::int64_t begin, std::int64_t end) c
 
 std::uint64_t DigestGather::digest_panel(std::int64_t panel, std::int64_t begin,
                                          std::int64_t end) const {
-    alignas(64) unsigned char scratch[kTileElements * kGatherWords * kMaxWordBytes];
+    alignas(64) unsigned char scratch[kTileRowBytes * kGatherWords];
     const std::int64_t word_bytes = row_.memory_word_bytes();
     const std::int64_t pitch = kGatherWords * word_bytes;
     const std::int64_t first_line = panel % num_blocks() * block_;
@@ -70,7 +69,7 @@ std::uint64_t DigestGather::digest_panel(std::int64_t panel, std::int64_t begin,
                                {num_lines, across_.stride_bytes, pitch},
                                {num_words, along_.stride_bytes, word_bytes}}};
         const ElementGrid grid(segment);
-        grid.copy_units(0, grid.num_units());
+        grid.copy_units(0, grid.num_units(), nullptr);
         for (std::int64_t line = 0; line < num_lines; ++line) {
             sum += digest_run(
                 row_, scratch + line * pitch,

@@ -109,7 +109,8 @@ std::int64_t copy_part(const CopyContext& context, const Segment& original, std:
                        std::int64_t end, bool is_last, const unsigned char* next_source) {
     const Walk walk(original);
     if (walk.is_tiled) {
-        return walk.grid.copy_units(begin / walk.grid.unit_bytes(), end / walk.grid.unit_bytes());
+        return walk.grid.copy_units(begin / walk.grid.unit_bytes(), end / walk.grid.unit_bytes(),
+                                    context.is_streaming ? context.stream : nullptr);
     }
     begin = begin / kCutBytes * kCutBytes;
     if (!is_last) end = end / kCutBytes * kCutBytes;

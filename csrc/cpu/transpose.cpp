@@ -24,6 +24,7 @@ struct Rectangle {
     SegmentDim row;
     SegmentDim column;
     Convert convert;
+    StreamCopy stream;  // null: write through the cache
 };
 
 template <typename Element>
@@ -142,14 +143,39 @@ void transpose_square(unsigned char* to, std::int64_t to_stride, const unsigned 
 
 #endif
 
+// Asks for the source of the next tile while this one is turned: its lines lie a row apart, where
+// no hardware prefetcher looks.
+void prefetch_columns(const Rectangle& r, std::int64_t first_column, std::int64_t num_columns,
+                      std::int64_t line_bytes) {
+    const unsigned char* from = r.source + first_column * r.column.source_stride_bytes;
+    for (std::int64_t j = 0; j < num_columns; ++j) {
+        for (std::int64_t offset = 0; offset < line_bytes; offset += 64) {
+            __builtin_prefetch(from + offset);
+        }
+        from += r.column.source_stride_bytes;
+    }
+}
+
+void write_row(const Rectangle& r, unsigned char* to, const unsigned char* row,
+               std::int64_t num_bytes) {
+    if (r.convert == Convert::fp32_to_bf16) {
+        fp32_to_bf16_run(to, row, num_bytes / 4);
+    } else if (r.stream != nullptr && num_bytes == kTileRowBytes &&
+               reinterpret_cast<std::uintptr_t>(to) % 64 == 0) {
+        r.stream(to, row, kTileRowBytes, nullptr);
+    } else {
+        std::memcpy(to, row, static_cast<std::size_t>(num_bytes));
+    }
+}
+
 // A tile is turned in a buffer that stays in the first-level cache and then written in whole rows:
 // written directly, target rows a power of two apart would evict each other's half-filled lines.
 template <typename Element>
 void copy_tile(const Rectangle& r) {
     constexpr std::int64_t size = sizeof(Element);
     constexpr std::int64_t square = kSquare<Element>;
-    constexpr std::int64_t pitch = kTileElements * size;
-    alignas(64) unsigned char tile[kTileElements * pitch];
+    constexpr std::int64_t pitch = kTileRowBytes;
+    alignas(64) unsigned char tile[tile_elements(size) * pitch];
     std::int64_t whole_rows = 0;
     std::int64_t whole_columns = 0;
     if (r.row.source_stride_bytes == size) {
@@ -180,13 +206,8 @@ void copy_tile(const Rectangle& r) {
     fill(0, whole_columns, whole_rows);
     fill(whole_rows, 0, r.num_rows - whole_rows);
     for (std::int64_t i = 0; i < r.num_rows; ++i) {
-        unsigned char* to = r.target + i * r.row.target_stride_bytes;
-        const unsigned char* row = tile + i * pitch;
-        if (r.convert == Convert::fp32_to_bf16) {
-            fp32_to_bf16_run(to, row, r.num_columns);
-        } else {
-            std::memcpy(to, row, static_cast<std::size_t>(r.num_columns * size));
-        }
+        write_row(r, r.target + i * r.row.target_stride_bytes, tile + i * pitch,
+                  r.num_columns * size);
     }
 }
 
@@ -200,11 +221,17 @@ void copy_rectangle(const Rectangle& r) {
         copy_scalar<Element>(r);
         return;
     }
-    for (std::int64_t j = 0; j < r.num_columns; j += kTileElements) {
+    constexpr std::int64_t side = tile_elements(sizeof(Element));
+    const std::int64_t line_bytes = r.num_rows * std::abs(r.row.source_stride_bytes);
+    for (std::int64_t j = 0; j < r.num_columns; j += side) {
+        if (line_bytes <= kTileRowBytes) {
+            const std::int64_t next = std::min(j + side, r.num_columns);
+            prefetch_columns(r, next, std::min(side, r.num_columns - next), line_bytes);
+        }
         Rectangle tile = r;
         tile.target += j * r.column.target_stride_bytes;
         tile.source += j * r.column.source_stride_bytes;
-        tile.num_columns = std::min(kTileElements, r.num_columns - j);
+        tile.num_columns = std::min(side, r.num_columns - j);
         is_dense ? copy_tile<Element>(tile) : copy_scalar<Element>(tile);
     }
 }
@@ -230,10 +257,11 @@ ElementGrid::ElementGrid(const Segment& segment) : segment_(segment) {
     target_dim_ = dims[0];
     source_dim_ = dims[1];
     outer_ = dims[2];
-    block_ = std::min(kTileElements, source_dim_.count);
+    block_ = std::min(tile_elements(segment.num_bytes), source_dim_.count);
 }
 
-std::int64_t ElementGrid::copy_units(std::int64_t begin, std::int64_t end) const {
+std::int64_t ElementGrid::copy_units(std::int64_t begin, std::int64_t end,
+                                     StreamCopy stream) const {
     std::int64_t num_elements = 0;
     while (begin < end) {
         const std::int64_t panel = begin / target_dim_.count;
@@ -252,6 +280,7 @@ std::int64_t ElementGrid::copy_units(std::int64_t begin, std::int64_t end) const
         r.row = source_dim_;
         r.column = target_dim_;
         r.convert = segment_.conversion();
+        r.stream = stream;
         switch (segment_.num_bytes) {
             case 1:
                 copy_rectangle<std::uint8_t>(r);

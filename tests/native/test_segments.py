@@ -135,6 +135,19 @@ def test_transpose(size: int, shape: tuple[int, int], num_threads: int) -> None:
     np.testing.assert_array_equal(target, source.transpose(1, 0, 2))
 
 
+@pytest.mark.parametrize("misaligned", [0, 6])
+def test_transpose_larger_than_the_cache(misaligned: int) -> None:
+    rows, columns = 3000, 6001
+    source = np.random.default_rng(2).integers(0, 1 << 16, (rows, columns), dtype=np.uint16)
+    memory = np.zeros(rows * columns * 2 + 64, dtype=np.uint8)
+    start = -memory.ctypes.data % 64 + misaligned
+    target = memory[start : start + source.nbytes].view(np.uint16).reshape(columns, rows)
+    row = (source.ctypes.data, target.ctypes.data, 2, native.CONVERT_NONE)
+    table = segment_table((*row, columns, 2, rows * 2, rows, columns * 2, 2, 1, 0, 0))
+    assert native.copy_segments(table, num_threads=2) == source.nbytes
+    np.testing.assert_array_equal(target, source.T)
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     lengths=st.lists(st.sampled_from([0, 1, 63, 64, 65, 500, 4097, 300_000]), max_size=40),

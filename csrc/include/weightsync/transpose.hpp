@@ -4,11 +4,17 @@
 #include <cstdint>
 
 #include "weightsync/segments.hpp"
+#include "weightsync/stream.hpp"
 
 namespace weightsync {
 
-// Elements along each side of a tile; an 8-byte tile fills a 32 KiB first-level cache.
-inline constexpr std::int64_t kTileElements = 64;
+// Bytes along each side of a tile. Wider reads more of a source page while it is open; narrower
+// keeps a tile of the smallest elements out of the second-level cache.
+inline constexpr std::int64_t kTileRowBytes = 256;
+
+constexpr std::int64_t tile_elements(std::int64_t element_bytes) {
+    return kTileRowBytes / element_bytes;
+}
 
 // Whether the runs of a coalesced segment are single elements that a tile can hold.
 inline bool is_elementwise(const Segment& segment) {
@@ -29,8 +35,9 @@ class ElementGrid {
     std::int64_t num_units() const { return outer_.count * num_blocks() * target_dim_.count; }
     std::int64_t unit_bytes() const { return block_ * segment_.num_bytes; }
 
-    // Copies units [begin, end) and returns their source bytes.
-    std::int64_t copy_units(std::int64_t begin, std::int64_t end) const;
+    // Copies units [begin, end) and returns their source bytes. `stream`, if not null, writes whole
+    // lines of the target past the cache; the caller fences.
+    std::int64_t copy_units(std::int64_t begin, std::int64_t end, StreamCopy stream) const;
 
   private:
     std::int64_t num_blocks() const { return (source_dim_.count + block_ - 1) / block_; }
