@@ -172,13 +172,15 @@ class RankHello:
 
     ``rank_epoch`` differs from every earlier start of that rank. ``leader_epoch`` names the leader
     whose welcome it took last; None: it holds the fresh weights of its start. ``nonce`` rises with
-    every welcome that the rank takes, so an old hello or an old welcome is told from a new one.
+    every welcome that the rank takes, so that it can tell an old welcome; ``challenge`` repeats what
+    its welcome said, so that the leader can tell a hello of a life that has ended meanwhile.
     """
 
     rank: int
     rank_epoch: str
     leader_epoch: str | None = None
     nonce: int = 0
+    challenge: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +233,7 @@ class Welcome(Stamp):
     leader_epoch: str
     serve: bool
     nonce: int = 0  # of the hello that this answers
+    challenge: int = 0  # to be said again by whoever takes this welcome
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,8 +96,8 @@ _AWAITED = {
 #: The decision was made: no lease, deadline or wish of the trainer counts any more.
 _DECIDED = (Phase.PLACING, Phase.RESUMING)
 
-#: How many former rank lives and published runs are remembered.
-_NUM_REMEMBERED = 64
+#: Of how many runs the newest published version is remembered.
+_NUM_REMEMBERED_RUNS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +115,21 @@ class RunHolder:
 
 
 @dataclass(frozen=True, slots=True)
+class Candidate:
+    """A life of a rank that said hello; it is seated when it repeats the challenge."""
+
+    epoch: str
+    nonce: int
+    challenge: int
+
+
+@dataclass(frozen=True, slots=True)
 class Seat:
     """What the leader knows of one rank."""
 
-    epoch: str | None = None  # its present life
+    epoch: str | None = None  # the life that took this leader's welcome
     nonce: int = -1  # of its newest hello
-    has_joined: bool = False  # it took this leader's welcome in this life
+    candidate: Candidate | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +148,7 @@ class LeaderState:
     outcomes: tuple[EndedSession, ...] = ()
     spoiled: tuple[str, ...] = ()  # aborted before their begin arrived: they must not open
     seats: tuple[Seat, ...] = ()
-    retired: tuple[str, ...] = ()  # former lives of ranks
+    num_challenges: int = 0
     seq: int = 0  # orders given so far
     # of the open session
     waiting: frozenset[int] = frozenset()  # ranks whose report is outstanding
@@ -162,7 +171,7 @@ class LeaderState:
         """Why the engine as a whole must not generate, or None."""
         if self.taint is not None:
             return self.taint
-        absent = [str(rank) for rank, seat in enumerate(self.seats) if not seat.has_joined]
+        absent = [str(rank) for rank, seat in enumerate(self.seats) if seat.epoch is None]
         return f"waiting for rank {', '.join(absent)} to join the engine" if absent else None
 
 
@@ -237,7 +246,7 @@ def _stamp(before: LeaderState, state: LeaderState, actions: list[LeaderAction])
             order = replace(
                 action.order,
                 leader_epoch=state.epoch,
-                rank_epoch=state.seats[action.rank].epoch or "",
+                rank_epoch=action.order.rank_epoch or state.seats[action.rank].epoch or "",
                 seq=seq,
                 refusal=refusal,
             )
@@ -253,10 +262,9 @@ def _tell_rest(state: LeaderState, told: set[int]) -> list[LeaderAction]:
     for rank in range(state.world_size):
         if rank in told:
             continue
-        seat = state.seats[rank]
-        if not seat.has_joined and seat.epoch is not None:
-            actions.append(Tell(rank, _welcome(state, seat)))
-        elif state.order is not None and rank in state.waiting:
+        if state.seats[rank].candidate is not None:
+            actions.append(Tell(rank, _welcome(state, state.seats[rank])))
+        if state.order is not None and rank in state.waiting:
             actions.append(Tell(rank, state.order))
         else:
             actions.append(Tell(rank, ping))
@@ -439,45 +447,61 @@ def _run_lost(state: LeaderState, run_id: str, error: WeightSyncError, now_s: fl
 
 
 def _rank_hello(state: LeaderState, event: RankHello, now_s: float) -> Step:
-    if not 0 <= event.rank < state.world_size or event.rank_epoch in state.retired:
+    """Seat a life of a rank only when it repeats the newest challenge: then it lives now.
+
+    Lives have no order, so a late hello of one that ended looks like a restart; and whatever a late
+    hello says of weights may be past. Neither can answer a challenge.
+    """
+    if not 0 <= event.rank < state.world_size:
         return state, []
-    seat = state.seats[event.rank]
-    is_same_life = event.rank_epoch == seat.epoch
-    if is_same_life and event.nonce < seat.nonce:
-        return state, []  # overtaken by a newer hello
-    if event.leader_epoch == state.epoch:
-        return _join(state, event.rank) if is_same_life else (state, [])
-    if is_same_life and seat.has_joined and event.nonce == seat.nonce:
-        return state, []
-    if not is_same_life and seat.epoch is not None:
-        retired = (*state.retired, seat.epoch)[-_NUM_REMEMBERED:]
-        state = replace(state, retired=retired)
-    state = _seat(state, event.rank, Seat(event.rank_epoch, event.nonce))
-    actions: list[LeaderAction] = []
-    if seat.has_joined:
-        # Its weights are fresh and its part of any session is gone: no label fits the engine.
-        error = PeerLostError(f"rank {event.rank} was restarted; a full update is needed")
-        state, actions = _taint_now(state, error, now_s)
-    elif event.leader_epoch is not None and state.taint is None:
+    seat, candidate = state.seats[event.rank], state.seats[event.rank].candidate
+    is_ours = event.leader_epoch == state.epoch
+    if event.rank_epoch == seat.epoch:
+        if is_ours and candidate is not None:  # it lives; a candidate that does too says so again
+            return _seat(state, event.rank, replace(seat, candidate=None)), []
+        if is_ours or event.nonce <= seat.nonce:
+            return state, []
+    if candidate is not None and candidate.epoch == event.rank_epoch:
+        if is_ours and candidate.challenge == event.challenge:
+            return _join(state, event, now_s)
+        if event.nonce < candidate.nonce:
+            return state, []  # overtaken by a newer hello
+    if event.leader_epoch is not None and not is_ours and seat.epoch is None:
         was = f"rank {event.rank} holds weights of a former life of this engine"
-        state = replace(state, taint=f"{was}; a full update is needed")
-    welcome = _welcome(state, state.seats[event.rank])
-    return state, [*actions, Tell(event.rank, welcome)]
+        state = replace(state, taint=state.taint or f"{was}; a full update is needed")
+    if candidate is None or (candidate.epoch, candidate.nonce) != (event.rank_epoch, event.nonce):
+        state = replace(state, num_challenges=state.num_challenges + 1)
+        candidate = Candidate(event.rank_epoch, event.nonce, state.num_challenges)
+        seat = replace(seat, candidate=candidate)
+        state = _seat(state, event.rank, seat)
+    return state, [Tell(event.rank, _welcome(state, seat))]
 
 
 def _welcome(state: LeaderState, seat: Seat) -> Welcome:
-    return Welcome(state.epoch, not state.is_full_needed, seat.nonce)
+    """For the candidate of that seat, who is there."""
+    candidate = seat.candidate or Candidate("", -1, 0)
+    # Fresh weights serve as long as every rank has them; a version cannot be had by joining, and
+    # whoever takes the seat of another life taints the engine by that.
+    serve = state.taint is None and state.version is None and seat.epoch is None
+    return Welcome(
+        state.epoch,
+        serve,
+        nonce=candidate.nonce,
+        challenge=candidate.challenge,
+        rank_epoch=candidate.epoch,
+    )
 
 
-def _join(state: LeaderState, rank: int) -> Step:
+def _join(state: LeaderState, event: RankHello, now_s: float) -> Step:
     """The rank took the welcome: it counts, and may have missed what the others were told."""
-    seat = state.seats[rank]
-    if seat.has_joined:
-        return state, []
-    # Taking the welcome consumed its nonce, so a copy of the hello before it is older from now on.
-    state = _seat(state, rank, replace(seat, nonce=seat.nonce + 1, has_joined=True))
-    if state.order is not None and rank in state.waiting:
-        return state, [Tell(rank, state.order)]
+    former = state.seats[event.rank].epoch
+    state = _seat(state, event.rank, Seat(event.rank_epoch, event.nonce))
+    if former is not None:
+        # Its weights are fresh and its part of any session is gone: no label fits the engine.
+        error = PeerLostError(f"rank {event.rank} was restarted; a full update is needed")
+        return _taint_now(state, error, now_s)
+    if state.order is not None and event.rank in state.waiting:
+        return state, [Tell(event.rank, state.order)]
     return state, []
 
 
@@ -497,11 +521,9 @@ def _rank_report(state: LeaderState, event: RankReport, now_s: float) -> Step:
         return state, []
     if event.leader_epoch != state.epoch or event.rank_epoch != state.seats[event.rank].epoch:
         return state, []  # of a former life of the leader or of that rank
-    state, actions = _join(state, event.rank)
-    if state.spec is not None and event.session_id == state.spec.session_id:
-        state, more = _session_report(state, event, now_s)
-        actions = [*actions, *more]
-    return state, actions
+    if state.spec is None or event.session_id != state.spec.session_id:
+        return state, []
+    return _session_report(state, event, now_s)
 
 
 def _session_report(state: LeaderState, event: RankReport, now_s: float) -> Step:
@@ -558,7 +580,7 @@ def _publish(state: LeaderState, now_s: float) -> Step:
     state = replace(
         state,
         version=version,
-        published=(*others, version)[-_NUM_REMEMBERED:],
+        published=(*others, version)[-_NUM_REMEMBERED_RUNS:],
         taint=None if spec.scope.is_full else state.taint,
         phase_until_s=now_s + spec.commit_timeout_s,
     )

@@ -85,6 +85,7 @@ class RankState:
     phase: RankPhase = RankPhase.JOINING
     leader_epoch: str | None = None  # whose welcome was taken last
     nonce: int = 0  # how many welcomes were taken
+    challenge: int = 0  # of the newest one
     seq: int = 0  # of the newest order of that leader
     leader_refusal: str | None = None  # what that order said of the engine as a whole
     spec: SessionSpec | None = None
@@ -134,7 +135,7 @@ def step_rank(state: RankState, event: RankEvent, now_s: float) -> Step:
 
 
 def _hello(state: RankState) -> RankHello:
-    return RankHello(state.rank, state.epoch, state.leader_epoch, state.nonce)
+    return RankHello(state.rank, state.epoch, state.leader_epoch, state.nonce, state.challenge)
 
 
 def _hear(state: RankState, order: Order, now_s: float) -> Step:
@@ -155,7 +156,8 @@ def _hear(state: RankState, order: Order, now_s: float) -> Step:
 
 
 def _welcome(state: RankState, order: Welcome, now_s: float) -> Step:
-    if order.leader_epoch == state.leader_epoch:  # our confirmation was lost
+    if order.leader_epoch == state.leader_epoch:  # our confirmation was lost, or came too late
+        state = replace(state, challenge=max(state.challenge, order.challenge))
         return state, [_hello(state)]
     if order.nonce != state.nonce:  # answers an older hello; its leader may be gone
         return state, []
@@ -167,6 +169,7 @@ def _welcome(state: RankState, order: Welcome, now_s: float) -> Step:
         phase=RankPhase.IDLE if state.phase is RankPhase.JOINING else state.phase,
         leader_epoch=order.leader_epoch,
         nonce=state.nonce + 1,
+        challenge=order.challenge,
         seq=order.seq,
         leader_refusal=order.refusal,
         heard_s=now_s,

@@ -49,8 +49,6 @@ Update = Generator["float | Call", "Answer | None", bool]
 class Trainer:
     """One trainer process with one run."""
 
-    _num_requests = 0
-
     def __init__(self, world: World, engine: Engine, run_id: str) -> None:
         self.world, self.engine, self.run_id = world, engine, run_id
         self.process = Process(run_id)
@@ -58,6 +56,8 @@ class Trainer:
         self.number = world.rng.randrange(1, 4)
         self.num_sessions = 0
         self.done = False
+        self.has_committed = False
+        self._num_requests = 0
         self._token: int | None = None
         self._script: Script | None = None
 
@@ -106,8 +106,8 @@ class Trainer:
 
     def _call(self, call: Call) -> None:
         world, engine = self.world, self.engine
-        self.num_requests += 1
-        request = self.num_requests * 16 + ord(self.run_id[-1]) % 16
+        self._num_requests += 1
+        request = self._num_requests * 16 + ord(self.run_id[-1]) % 16
         self._token = request
         world.log(self.run_id, f"asks {request}")
 
@@ -117,8 +117,6 @@ class Trainer:
         event = call.make(request)
         world.send(engine.processes[0], engine.ask, request, event, call.limit_s, reply)
         world.after(call.patience_s, self.process, self._answered, request, None)
-
-    num_requests = 0
 
     def _answered(self, request: int, answer: Answer | None) -> None:
         if request != self._token:
@@ -226,7 +224,7 @@ class Trainer:
         rng = self.world.rng
         self.num_sessions += 1
         scope = Scope()
-        if rng.random() < 0.3:
+        if rng.random() < (0.35 if self.has_committed else 0.08):
             scope = Scope(frozenset(rng.sample(TENSORS, rng.randint(1, 2))))
         number = self.number
         if rng.random() < 0.1:
@@ -243,15 +241,16 @@ class Trainer:
 
     def several_updates(self) -> Script:
         rng = self.world.rng
-        for _ in range(rng.randint(1, 4)):
+        for _ in range(rng.randint(1, 6)):
             if self.epoch is None:
                 is_connected = yield from self.connect()
                 if not is_connected:
                     return
             is_committed = yield from self.update(self.new_spec())
+            self.has_committed = self.has_committed or is_committed
             if is_committed or rng.random() < 0.3:
                 self.number += rng.randint(1, 2)
-            yield rng.choice((0.0, 0.2, 1.0))
+            yield rng.choice((0.0, 0.0, 0.2, 0.6))
         if rng.random() < 0.6:
             yield Call(lambda r: Close(r, self.run_id), 0.0, 1.0)
 

@@ -23,7 +23,6 @@ from weightsync.session import (
     JobDone,
     LeaderEvent,
     Order,
-    Prepare,
     RankEvent,
     RankHello,
     RankReport,
@@ -35,13 +34,14 @@ from weightsync.session import (
     Version,
 )
 from weightsync.session_leader import LeaderState, LeaderTiming, Phase
+from weightsync.session_rank import RankPhase
 from weightsync.types import Outcome, Placement
 
 TENSORS = ("a", "b", "c")
 INITIAL = "initial"
 TICK_S = 0.5
-RESEND_S = 0.5
-LEADER_LEASE_S = 2.0
+RESEND_S = 1.0
+LEADER_LEASE_S = 2.5
 ANY_LIFE = -1
 #: A request may wait this much longer than its limit: for the tick that notices the limit.
 SLACK_S = 2 * TICK_S
@@ -112,11 +112,13 @@ class World:
     def send(self, process: Process, deliver: Callable[..., None], *args: Any) -> None:
         """One message: maybe lost, late or doubled; handed to whichever life is there then."""
         rng, chaos = self.rng, self.chaos
-        for _ in range(2 if rng.random() < chaos.copy else 1):
+        for i in range(2 if rng.random() < chaos.copy else 1):
             if rng.random() < chaos.loss:
                 self.seen["message lost"] += 1
                 continue
             delay_s = 0.002 + 0.03 * rng.random()
+            if i == 1 and rng.random() < 0.5:  # an echo: long after the first
+                delay_s += 4.0 * rng.random()
             if rng.random() < chaos.slow:
                 delay_s += rng.choice((0.3, 2.0, 6.0)) * rng.random()
             self.after(delay_s, process, deliver, *args, life=ANY_LIFE)
@@ -144,8 +146,8 @@ class RankModel:
     """One rank: its machine and its memory."""
 
     __slots__ = (
-        "cancelled", "generation", "job", "label", "parked", "process", "rank", "refusal",
-        "staging", "state", "touched", "weights", "writing",
+        "cancelled", "heard_s", "job", "label", "parked", "process", "rank", "refusal", "staging",
+        "state", "touched", "weights", "writing",
     )  # fmt: skip
 
     def __init__(self, rank: int, process: Process) -> None:
@@ -165,6 +167,7 @@ class RankModel:
         self.touched = False
         self.job: StartJob | None = None
         self.cancelled = False
+        self.heard_s = 0.0  # when the present leader's newest order came
 
 
 @dataclass(slots=True)
@@ -243,6 +246,10 @@ class Engine:
 
     def _tick_rank(self, model: RankModel) -> None:
         self.step(model, Tick())
+        is_bound = model.state.phase in (RankPhase.PREPARED, RankPhase.PLACED)
+        is_lost = self.world.now_s >= model.heard_s + LEADER_LEASE_S
+        if is_bound and is_lost and model.refusal is None:
+            raise Violation("a lost follower refuses", f"rank {model.rank} {model.state.phase}")
         self.world.after(TICK_S, model.process, self._tick_rank, model)
 
     # --- the leader --------------------------------------------------------------------------------
@@ -263,7 +270,7 @@ class Engine:
         if world.trace is not None and not isinstance(event, Tick):
             world.log("leader", f"{_short(event)} -> {after.phase}")
         if after is not before:
-            self._observe(before, after)
+            self._observe(before, after, event)
         for action in actions:
             if isinstance(action, Tell):
                 self._tell(action.rank, action.order)
@@ -291,14 +298,16 @@ class Engine:
         elif rank not in self.cut:
             self.world.send(model.process, self.step, model, order)
 
-    def _observe(self, before: LeaderState, after: LeaderState) -> None:
+    def _observe(self, before: LeaderState, after: LeaderState, event: LeaderEvent) -> None:
         """The invariants of a leader's step, and what to count."""
         if after.version is not before.version:
             self._published(before, after)
         if after.outcomes is not before.outcomes:
-            self._ended(before, after)
+            self._ended(before, after, event)
         if after.phase is not before.phase:
             if after.phase is Phase.ABORTING:
+                if before.phase in (Phase.PLACING, Phase.RESUMING):
+                    raise Violation("the decision stays", f"{before.phase}: {after.abort_error}")
                 self.world.seen[f"abort in {before.phase}"] += 1
                 text = str(after.abort_error)
                 if "(its lease)" in text:
@@ -316,26 +325,37 @@ class Engine:
             raise Violation("publish after placing", f"{version}: ranks {missing} did not place")
         if version.number <= self.published.get(version.run_id, version.number - 1):
             raise Violation("versions rise", f"{version} after {self.published}")
+        if not spec.scope.is_full:
+            old = before.version
+            if before.taint is not None or old is None or old.run_id != version.run_id:
+                text = f"{version} is partial, over {old}, taint {before.taint}"
+                raise Violation("first a full update", text)
+            self.world.seen["partial update published"] += 1
         self.published[version.run_id] = version.number
         self.expected.update(dict.fromkeys(scope_names(spec), spec.session_id))
         self.world.seen["published"] += 1
 
-    def _ended(self, before: LeaderState, after: LeaderState) -> None:
+    def _ended(self, before: LeaderState, after: LeaderState, event: LeaderEvent) -> None:
         ended = after.outcomes[-1]
         if self.outcomes.setdefault(ended.session_id, ended.outcome) is not ended.outcome:
             raise Violation("outcome stays", f"{ended} was {self.outcomes[ended.session_id]}")
         seen = self.world.seen
         seen[f"outcome {ended.outcome}"] += 1
-        if "(commit_timeout_s)" in ended.detail or (
-            before.phase is Phase.ABORTING and before.waiting and "restarted" not in ended.detail
-        ):
+        if before.phase is Phase.ABORTING:
+            seen[f"{ended.outcome} after {'a' if before.moves_done else 'no'} move"] += 1
+        if not isinstance(event, RankReport | RankHello):  # no rank ended it, so time did
             seen[f"overrun in {before.phase}"] += 1
         if ended.outcome is Outcome.COMMITTED:
             late = [r.rank for r in self.ranks if (ended.session_id, r.rank) not in self.resumed]
             if late:
                 raise Violation("commit after resuming", f"{ended}: ranks {late} did not resume")
-        if ended.outcome is Outcome.ABORTED and after.taint is not None:
-            raise Violation("aborted means serving", f"{ended} of an engine tainted: {after.taint}")
+            if after.taint is not None:
+                raise Violation("committed means serving", f"{ended}: {after.taint}")
+        if ended.outcome is Outcome.ABORTED:
+            written = [r.rank for r in self.ranks if r.touched]
+            if after.taint is not None or written:
+                text = f"{ended}: taint {after.taint}, ranks {written} hold written weights"
+                raise Violation("aborted means whole", text)
         if ended.outcome is Outcome.TAINTED and after.taint is None:
             raise Violation("tainted means refusing", f"{ended}")
 
@@ -349,6 +369,8 @@ class Engine:
             world.seen["order of an unknown leader"] += 1
         elif event.seq <= before.seq:
             world.seen["late or doubled order"] += 1
+        else:
+            model.heard_s = world.now_s
         model.state, actions = session_rank.step_rank(before, event, world.now_s)
         if world.trace is not None and not isinstance(event, Tick):
             world.log(model.process.name, f"{_short(event)} -> {model.state.phase}")
@@ -479,9 +501,11 @@ class Engine:
         for model in self.ranks:
             if model.refusal is not None or model.parked or not model.process.alive:
                 return
-        if leader.refusal is not None or not leader.seats[0].has_joined:
+        if leader.refusal is not None or leader.seats[0].epoch is None:
             return
         self.can_generate = True
+        if leader.version is None:
+            self.world.seen["initial weights could serve"] += 1
         for model in self.ranks:
             if model.weights != self.expected:
                 text = f"rank {model.rank} holds {model.weights}, not {self.expected}"
@@ -515,6 +539,3 @@ def verify(spec: SessionSpec, held: dict[str, str]) -> WeightSyncError | None:
 def _short(event: object) -> str:
     text = repr(event)
     return text if len(text) < 180 else text[:177] + "..."
-
-
-__all__ = ["INITIAL", "TENSORS", "Chaos", "Engine", "Prepare", "Process", "Violation", "World"]
