@@ -85,10 +85,19 @@ class Bench:
     def hello(self, rank: int, epoch: str = "", leader: str | None = None, nonce: int = 0) -> None:
         self.feed(RankHello(rank, epoch or f"e{rank}", leader, nonce))
 
+    def confirm(self, rank: int, epoch: str = "", challenge: int | None = None) -> None:
+        """What a rank says that took the newest welcome."""
+        if challenge is None:
+            challenge = self.state.num_challenges
+        self.feed(RankHello(rank, epoch or f"e{rank}", "L1", 1, challenge))
+
+    def seat(self, rank: int, epoch: str = "") -> None:
+        self.hello(rank, epoch)
+        self.confirm(rank, epoch)
+
     def join(self) -> Bench:
-        for rank in (0, 1):
-            self.hello(rank)
-            self.hello(rank, leader="L1", nonce=1)
+        self.seat(0)
+        self.seat(1)
         return self
 
     def connect(self, run_id: str = "run") -> Bench:
@@ -159,10 +168,10 @@ class TestSeats:
         bench.hello(0)
         [welcome] = bench.orders(Welcome)
         assert (welcome.serve, welcome.nonce, welcome.rank_epoch) == (True, 0, "e0")
-        bench.hello(0, leader="L1", nonce=1)
+        bench.confirm(0)
         bench.hello(1)
         assert bench.state.refusal == "waiting for rank 1 to join the engine"
-        bench.hello(1, leader="L1", nonce=1)
+        bench.confirm(1)
         assert bench.state.refusal is None
         assert {order.refusal for order in bench.orders(Ping)} == {None}
 
@@ -180,16 +189,38 @@ class TestSeats:
         assert bench.state == before
         assert not bench.did
 
-    def test_a_joining_report_counts_as_confirmation(self) -> None:
+    def test_a_rank_that_joins_late_is_told_what_it_missed(self) -> None:
         bench = Bench()
-        bench.hello(0)
-        bench.hello(1)
+        bench.seat(0)
         bench.connect().feed(Begin(2, "L1", SPEC))
-        bench.report(Stage.OPEN)
-        assert bench.state.refusal is None
-        assert bench.state.phase is Phase.OPEN
-        bench.hello(1)  # the copy of the first hello is old by now
+        bench.hello(1)
+        assert not bench.orders(Open)
+        bench.confirm(1)
+        assert "e1" in {order.rank_epoch for order in bench.orders(Open)}
+
+    def test_only_the_newest_challenge_seats(self) -> None:
+        """Hellos and confirmations of a life that ended may come after those of the present one."""
+        bench = Bench()
+        bench.hello(1, "old")
+        bench.hello(1, "new")
+        bench.confirm(1, "old", challenge=1)  # sent before it died
+        assert bench.state.seats[1].epoch is None
+        bench.hello(1, "new")
+        bench.confirm(1, "new")
+        bench.hello(1, "old")
+        bench.confirm(1, "old", challenge=1)
+        assert bench.state.seats[1].epoch == "new"
+        bench.confirm(1, "new")  # the welcome of the dead one provoked it
+        assert bench.state.seats[1].candidate is None
         assert bench.state.taint is None
+
+    def test_a_confirmation_that_was_overtaken_is_asked_for_again(self) -> None:
+        bench = Bench()
+        bench.hello(1)
+        bench.hello(1, "dead")
+        bench.confirm(1, challenge=1)
+        [welcome] = bench.orders(Welcome)
+        assert (welcome.rank_epoch, welcome.challenge) == ("e1", bench.state.num_challenges)
 
     def test_a_rank_of_a_former_leader_taints(self) -> None:
         bench = Bench()
@@ -204,18 +235,20 @@ class TestSeats:
         bench = ready().reach(phase)
         version = bench.state.version
         bench.hello(1, "e1b")
+        assert not bench.orders(Welcome)[0].serve
+        bench.confirm(1, "e1b")
         assert bench.state.taint == "rank 1 was restarted; a full update is needed"
         assert bench.state.version == version
-        assert not bench.orders(Welcome)[0].serve
         expected = Phase.IDLE if phase in DECIDED else Phase.ABORTING
         assert bench.state.phase is expected
 
-    def test_a_report_or_hello_of_a_former_life_is_ignored(self) -> None:
+    def test_a_report_of_a_former_life_is_ignored(self) -> None:
         bench = ready()
-        bench.hello(1, "e1b")
+        bench.seat(1, "e1b")
+        bench.reach(Phase.OPENING)
         before = bench.state
-        bench.hello(1, "e1")
         bench.feed(RankReport(1, "e1", "s1", Stage.OPEN, leader_epoch="L1"))
+        bench.feed(RankReport(1, "e1b", "s1", Stage.OPEN, leader_epoch="L0"))
         assert bench.state == before
 
     @pytest.mark.parametrize("rank", [-1, 2, 99])
@@ -369,7 +402,7 @@ class TestBegin:
 
     def test_partial_over_a_taint(self) -> None:
         bench = committed()
-        bench.hello(1, "e1b")
+        bench.seat(1, "e1b")
         error = self.refused(bench, version=2, scope=Scope(frozenset("a")))
         assert isinstance(error, ScopeError)
         assert "rank 1 was restarted" in str(error)
@@ -534,8 +567,8 @@ class TestAbort:
 
     def test_an_aborted_attempt_leaves_an_older_taint(self) -> None:
         bench = ready()
-        bench.hello(1, "e1b")
-        bench.feed(RankHello(1, "e1b", "L1", 1), Begin(2, "L1", SPEC))
+        bench.seat(1, "e1b")
+        bench.feed(Begin(2, "L1", SPEC))
         bench.feed(Abort(8, "s1", "enough"))
         bench.report(Stage.ABORT, 0)
         bench.feed(RankReport(1, "e1b", "s1", Stage.ABORT, leader_epoch="L1"))
@@ -680,7 +713,8 @@ _events = st.one_of(
     st.builds(Heartbeat, _runs),
     st.builds(Close, st.just(1), _runs),
     st.builds(RunLost, _runs, st.just("why")),
-    st.builds(RankHello, _ranks, _epochs, st.one_of(st.none(), _leaders), st.integers(0, 2)),
+    st.builds(RankHello, _ranks, _epochs, st.one_of(st.none(), _leaders),
+              st.integers(0, 2), st.integers(0, 6)),
     st.builds(
         RankReport, _ranks, _epochs, _ids, st.sampled_from(list(Stage)), st.integers(-1, 2),
         _errors, st.booleans(), _leaders,
@@ -694,7 +728,7 @@ _events = st.one_of(
     st.sampled_from(list(Phase)[:-1]),
     st.lists(st.tuples(_events, st.sampled_from([0.0, 0.4, 3.0])), max_size=12),
 )
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=250, deadline=None)
 def test_no_event_raises_and_only_placing_publishes(
     phase: Phase, events: list[tuple[LeaderEvent, float]]
 ) -> None:
