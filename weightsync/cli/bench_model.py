@@ -83,22 +83,27 @@ def show_progress(text: str) -> None:
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
-def load(choice: ModelChoice, seed: int) -> Any:
-    """The module in this process; ``seed`` above 0 makes its weights other ones."""
+#: The engine starts with these bits flipped, which no later change of the trainer's ever flips.
+ENGINE_MASK = 4
+
+
+def load(choice: ModelChoice, mask: int) -> Any:
+    """The module in this process; a ``mask`` above 0 makes its weights other ones."""
     import torch
 
     torch.set_grad_enabled(False)
     if choice.directory is not None:
         from weightsync.checkpoints import load_model, read_index
 
+        _hush_transformers()
         sizes: Counter[str] = Counter()
         for entry in read_index(Path(choice.directory)):
             sizes[entry.dtype] += TensorMeta(entry.name, entry.dtype, entry.shape).num_bytes
         module = load_model(Path(choice.directory), sizes.most_common(1)[0][0])
     else:
         module = drawn_module(str(choice.preset))
-    if seed:
-        change_all(module, seed)
+    if mask:
+        change_all(module, mask)
     return module
 
 
@@ -125,11 +130,23 @@ def drawn_module(preset: str) -> Any:
     return root
 
 
-def change_all(module: Any, seed: int) -> None:
-    """Change the low bits of every element of every parameter; values stay finite and near."""
+def mask_of(version: int) -> int:
+    """Bits that the trainer flips before a refit: never none, never the engine's."""
+    return version % 3 + 1
+
+
+def change_all(module: Any, mask: int) -> None:
+    """Flip low bits of every element of every parameter; values stay finite and near."""
     import torch
 
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    mask = seed % 3 + 1
     for parameter in module.parameters():
         parameter.data.view(bits[parameter.element_size()]).bitwise_xor_(mask)
+
+
+def _hush_transformers() -> None:
+    try:
+        from transformers.utils import logging
+    except ImportError:
+        return  # loading says what is missing
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]

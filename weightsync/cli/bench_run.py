@@ -14,9 +14,11 @@ from weightsync import __version__
 from weightsync.cli.bench import BenchSettings
 from weightsync.cli.bench_fit import Sample, fit
 from weightsync.cli.bench_model import (
+    ENGINE_MASK,
     ModelChoice,
     check_room,
     choose_model,
+    mask_of,
     ready_checkpoint,
     show_progress,
 )
@@ -77,8 +79,8 @@ def _measure(
     settings: BenchSettings, choice: ModelChoice, trainer: WorkerProcess, engine: WorkerProcess
 ) -> Measured:
     show_progress(f"loading {choice.name} in both processes")
-    trainer.send("load", choice=asdict(choice), seed=0)
-    engine.call("load", choice=asdict(choice), seed=2)  # other weights than the trainer's
+    trainer.send("load", choice=asdict(choice), mask=0)
+    engine.call("load", choice=asdict(choice), mask=ENGINE_MASK)
     trainer.answer("load")
     url = engine.call("serve")["url"]
     options = {
@@ -89,7 +91,9 @@ def _measure(
         "strict": settings.strict,
     }
     measured = Measured()
-    trainer.call("change", seed=0)
+    trainer.call(
+        "change", mask=mask_of(0)
+    )  # its own pages, not the file's, before memory is watched
     connected = trainer.call("connect", url=url, options=options)
     measured.connect_s, measured.path = connected["connect_s"], connected["path"]
 
@@ -114,7 +118,7 @@ def _refit(
     trainer: WorkerProcess, engine: WorkerProcess, measured: Measured, version: int
 ) -> dict[str, Any]:
     """One proven refit: everything differs before, nothing after; each side digests its own."""
-    trainer.call("change", seed=version)
+    trainer.call("change", mask=mask_of(version))
     sent = trainer.call("digest")
     before = engine.call("digest")
     same = [n for n in before if before[n] == sent.get(n)]

@@ -29,8 +29,8 @@ class _Worker:
         self.module: Any = None
         self._watch: MemoryWatch | None = None
 
-    def load(self, choice: Mapping[str, Any], seed: int) -> dict[str, Any]:
-        self.module = load(ModelChoice(**choice), seed)
+    def load(self, choice: Mapping[str, Any], mask: int) -> dict[str, Any]:
+        self.module = load(ModelChoice(**choice), mask)
         return {}
 
     def watch(self) -> dict[str, Any]:
@@ -88,8 +88,8 @@ class TrainerWorker(_Worker):
         self._sender = Sender.connect([url], **options)
         return {"connect_s": time.perf_counter() - start_s, "path": self._sender._links[0].path}
 
-    def change(self, seed: int) -> dict[str, Any]:
-        change_all(self.module, seed)
+    def change(self, mask: int) -> dict[str, Any]:
+        change_all(self.module, mask)
         return {}
 
     def digest(self) -> dict[str, Any]:

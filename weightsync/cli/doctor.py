@@ -18,4 +18,5 @@ def add_parser(commands: Any) -> None:
 def _run(args: argparse.Namespace) -> int:
     from weightsync.cli.doctor_checks import run_doctor
 
-    return run_doctor(is_json=args.json)
+    is_json: bool = args.json
+    return run_doctor(is_json=is_json)
