@@ -61,6 +61,11 @@ class TensorLayout:
         if not self.wire_forms:
             raise LayoutError(f"{self.name!r}: no wire form")
         shape = self.wire_forms[0].shape
+        for form in self.wire_forms:
+            if (form.name, form.shape) != (self.name, shape):
+                raise LayoutError(
+                    f"{self.name!r}: wire form {form} differs from {shape} in more than its dtype"
+                )
         for p in self.placed:
             fits = len(p.box.start) == len(shape) == len(p.strides_bytes)
             if not fits or any(b > n for b, n in zip(p.box.stop, shape, strict=True)):
@@ -166,7 +171,7 @@ class Layout:
             return cls(int(value["world_size"]), tensors, regions, aliases)
         except LayoutError:
             raise
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             raise ProtocolError(f"malformed layout: {error!r}") from error
 
 

@@ -40,7 +40,7 @@ class Manifest:
             aliases = {str(k): str(v) for k, v in value["aliases"].items()}
             manifest = cls(tuple(metas), digests, aliases)
             root = value["root"]
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             raise ProtocolError(f"malformed manifest: {error!r}") from error
         if len(digests) != len(metas):
             raise ProtocolError("manifest: a tensor is listed twice")

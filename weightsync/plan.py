@@ -157,7 +157,9 @@ class RefitPlan:
             )
         except LayoutError:
             raise
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        except (
+            AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError,
+        ) as error:  # fmt: skip
             raise ProtocolError(f"malformed plan: {error!r}") from error
 
 

@@ -81,10 +81,11 @@ def _torch_view(torch: Any, tensor: Any, name: str) -> TensorView:
             f"{name!r}: tensors of type {kind.__module__}.{kind.__qualname__} are not understood; "
             "give plain tensors (for a DTensor its local shard belongs to a layout of several ranks)"
         )
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+    is_strided = tensor.layout is torch.strided and not tensor.is_nested
+    if not is_strided or tensor.is_quantized or tensor.device.type == "meta":
         raise LayoutError(
-            f"{name!r}: {tensor.layout} tensor on {tensor.device} "
-            f"(quantised: {tensor.is_quantized}) has no plain bytes to send"
+            f"{name!r}: {tensor.layout} tensor on {tensor.device} (nested: {tensor.is_nested}, "
+            f"quantised: {tensor.is_quantized}) has no plain bytes to send"
         )
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
@@ -93,6 +94,10 @@ def _torch_view(torch: Any, tensor: Any, name: str) -> TensorView:
     if size is None:
         raise LayoutError(f"{name!r}: dtype {dtype!r} is not known; known: {', '.join(ITEM_BYTES)}")
     storage = tensor.untyped_storage()
+    if tensor.numel() and not storage.nbytes():
+        raise LayoutError(
+            f"{name!r}: its storage was freed (as sharding and offloading do); gather it first"
+        )
     return TensorView(
         tensor.data_ptr(),
         dtype,
@@ -107,6 +112,8 @@ def _torch_view(torch: Any, tensor: Any, name: str) -> TensorView:
 
 def _numpy_view(array: np.ndarray[Any, Any], name: str) -> TensorView:
     dtype = array.dtype.name
+    if isinstance(array, np.ma.MaskedArray):
+        raise LayoutError(f"{name!r}: a masked array has no plain bytes to send; fill it first")
     if dtype not in ITEM_BYTES or not array.dtype.isnative:
         raise LayoutError(f"{name!r}: NumPy dtype {array.dtype!r} is not known")
     root: Any = array

@@ -162,6 +162,8 @@ class Box:
 
     def intersect(self, other: Box) -> Box | None:
         """The common part, or None when it has no element."""
+        if len(self.start) != len(other.start):
+            raise LayoutError(f"boxes {self} and {other} have different numbers of dimensions")
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
         if any(a >= b for a, b in zip(start, stop, strict=True)):
@@ -260,8 +262,10 @@ _UNITS: Final = {
 
 def parse_bytes(text: str | int) -> int:
     """Bytes of ``"1GB"`` (10^9), ``"512MiB"`` (2^20 each) or a plain count; must be positive."""
-    if isinstance(text, int):
-        value = float(text)
+    if isinstance(text, int) and not isinstance(text, bool):
+        value: float = text
+    elif not isinstance(text, str):
+        raise ConfigError(f"size {text!r} is neither text nor a whole number of bytes")
     else:
         body = text.strip().lower().replace("_", "")
         digits = body.rstrip("abcdefghijklmnopqrstuvwxyz ")
@@ -273,7 +277,7 @@ def parse_bytes(text: str | int) -> int:
             raise ConfigError(
                 f"size {text!r} is not a number with one of the units {known}"
             ) from None
-    if not math.isfinite(value) or value < 1:
+    if (isinstance(value, float) and not math.isfinite(value)) or value < 1:
         raise ConfigError(f"size {text!r} must be at least one byte")
     return int(value)
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from weightsync.errors import ConfigError
-from weightsync.transports.base import Transport
+
+if TYPE_CHECKING:  # the names alone cost nothing: the command line lists them
+    from weightsync.transports.base import Transport
 
 #: name -> (module, class)
 _REGISTRY = MappingProxyType(
@@ -34,4 +37,4 @@ def get_transport(name: str) -> Transport:
     return transport
 
 
-__all__ = ["Transport", "get_transport", "transport_names"]
+__all__ = ["get_transport", "transport_names"]

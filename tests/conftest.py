@@ -1,0 +1,31 @@
+"""What every test shares: an environment that stays on this machine, and the gpu marker."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+# Before anything is imported that reads them: nothing here may leave the loopback interface.
+for _name, _value in {
+    "GLOO_SOCKET_IFNAME": "lo",
+    "UCX_NET_DEVICES": "lo",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+}.items():
+    os.environ.setdefault(_name, _value)
+for _name in ("WEIGHTSYNC_TOKEN", "WEIGHTSYNC_FAULT"):
+    os.environ.pop(_name, None)
+
+
+def _has_gpu() -> bool:
+    from weightsync import native
+
+    return native.has_cuda()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked and not _has_gpu():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device, or a build without CUDA"))

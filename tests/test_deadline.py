@@ -1,0 +1,53 @@
+"""Limits, with a clock of our own."""
+
+from __future__ import annotations
+
+import pytest
+
+from weightsync.deadline import CancelToken, Deadline
+from weightsync.errors import CancelledError, ConfigError, DeadlineError
+
+
+class Clock:
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_a_deadline_runs_out() -> None:
+    clock = Clock()
+    deadline = Deadline(2.0, peer="engine e", stage="move", clock=clock)
+    assert (deadline.elapsed_s(), deadline.remaining_s()) == (0.0, 2.0)
+    assert deadline.slice_s() == pytest.approx(0.05)
+    clock.now_s += 1.99
+    deadline.check()
+    assert deadline.slice_s() == pytest.approx(0.01)
+    clock.now_s += 1.0
+    assert deadline.remaining_s() == 0.0
+    assert deadline.slice_s() == 0.0
+    with pytest.raises(DeadlineError, match=r"engine e: .*'move' after 3\.0 s \(limit 2\.0 s\)"):
+        deadline.check()
+
+
+@pytest.mark.parametrize("limit_s", [0, -1.0, float("nan")])
+def test_a_limit_that_cannot_be(limit_s: float) -> None:
+    with pytest.raises(ConfigError, match="'move'"):
+        Deadline(limit_s, peer="p", stage="move")
+
+
+def test_a_cancelled_token_ends_a_wait_with_its_first_reason() -> None:
+    token = CancelToken()
+    deadline = Deadline(5.0, peer="p", stage="move", token=token)
+    deadline.check()
+    assert deadline.cancel_ptr == token.flag_ptr != 0
+    token.cancel("first")
+    token.cancel("second")
+    assert token.is_cancelled
+    assert token.native_flag.is_set
+    with pytest.raises(CancelledError, match="'move' was given up: first"):
+        deadline.check()
+
+
+def test_without_a_token_there_is_no_flag() -> None:
+    assert Deadline(1.0, peer="p", stage="s").cancel_ptr == 0
