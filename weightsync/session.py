@@ -13,6 +13,8 @@ For whoever carries these records between processes:
   taken for one of an unknown leader and answered with a hello, so nothing would ever open.
 - Orders, hellos and reports may be lost, delayed, repeated and reordered. Between the leader and its
   own rank 0 they must not be lost: deliver them in order, in the same process.
+- ``start_rank``'s ``leader_lease_s`` is some ``resend_s`` long; for rank 0, which shares the leader's
+  process and cannot lose it, it is ``math.inf``: a stalled process must not give its session up.
 - Feed :class:`Tick` to both machines a few times per ``resend_s``. Limits are also checked on every
   other event, so a late tick delays an ending but never lets a late request through.
 - Carry out the actions of one step in order. :class:`Refuse` comes before the reports and jobs of

@@ -96,13 +96,6 @@ def _lost_is_nothing(original: Any) -> Any:
     return property(lambda state: original.fget(replace(state, lost_leader=False)))
 
 
-def _no_overtaking(original: Any) -> Any:
-    def hear(state: RankState, order: Any, now_s: float) -> Any:
-        return original(replace(state, seq=-1), order, now_s)
-
-    return hear
-
-
 def _always_serve(original: Any) -> Any:
     return lambda state, seat: replace(original(state, seat), serve=True)
 
@@ -183,11 +176,6 @@ PLANTS = (
         "the engine serves before every rank has joined",
         ((LeaderState, "refusal", property(lambda state: state.taint)),),
         frozenset({"never a mix", "never a wrong label"}),
-    ),
-    Plant(
-        "an overtaken order is obeyed",
-        (_wrapped(rank, "_hear", _no_overtaking),),
-        frozenset({"never a hang", "committed means serving", "an update succeeds at last"}),
     ),
     Plant(
         "nothing ends by time alone",

@@ -60,7 +60,7 @@ class Simulation:
         self.engine.on_phase = self._phase_entered
         world.run(self.faults_end_s, lambda: False)
         self._make_peace()
-        if rng.random() < 0.15:
+        if rng.random() < 0.06:
             self._wait_until_idle()
         self._update_at_last()
 

@@ -59,7 +59,8 @@ class Bench:
 
     def order(self, order: Order, **stamp: Any) -> list[RankAction]:
         self.seq += 1
-        stamped = {"leader_epoch": "L1", "rank_epoch": "e1", "seq": self.seq} | stamp
+        stamped: dict[str, Any] = {"leader_epoch": "L1", "rank_epoch": "e1", "seq": self.seq}
+        stamped |= stamp
         return self.feed(replace(order, **stamped))
 
     def welcome(self, serve: bool = True) -> Bench:

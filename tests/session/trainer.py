@@ -142,14 +142,14 @@ class Trainer:
 
     def connect(self) -> Update:
         run_id = self.run_id
-        for _ in range(12):
+        for _ in range(8):
             answer = yield Call(lambda r: Connect(r, run_id, LEASE_S), 0.0, 1.0)
             if answer is not None and answer.result is not None:
                 self.epoch = answer.result["epoch"]
                 return True
             if answer is not None and isinstance(answer.error, BusyError):
                 self.world.seen["second run refused"] += 1
-            yield 0.4
+            yield 0.7
         return False
 
     def update(self, spec: SessionSpec, *, plan: list[str] | None = None) -> Update:

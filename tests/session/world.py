@@ -7,6 +7,7 @@ every step that may have changed anything.
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -214,9 +215,9 @@ class Engine:
             self.expected = dict.fromkeys(TENSORS, INITIAL)
             self.published = {}
             self.world.after(TICK_S * self.world.rng.random(), process, self._tick_leader)
-        model.state, actions = session_rank.start_rank(
-            rank, epoch, LEADER_LEASE_S, self.world.now_s
-        )
+        # Rank 0 shares its leader's process and cannot lose it; a stall would look as if it had.
+        lease_s = LEADER_LEASE_S if rank > 0 else math.inf
+        model.state, actions = session_rank.start_rank(rank, epoch, lease_s, self.world.now_s)
         self._act(model, actions)
         self.world.after(TICK_S * self.world.rng.random(), process, self._tick_rank, model)
 
@@ -248,7 +249,7 @@ class Engine:
         self.step(model, Tick())
         is_bound = model.state.phase in (RankPhase.PREPARED, RankPhase.PLACED)
         is_lost = self.world.now_s >= model.heard_s + LEADER_LEASE_S
-        if is_bound and is_lost and model.refusal is None:
+        if is_bound and is_lost and model.rank > 0 and model.refusal is None:
             raise Violation("a lost follower refuses", f"rank {model.rank} {model.state.phase}")
         self.world.after(TICK_S, model.process, self._tick_rank, model)
 
