@@ -11,11 +11,11 @@ import hypothesis.strategies as st
 import numpy as np
 import numpy.typing as npt
 import pytest
-from processes import num_maps, open_fds, resident_bytes
 
 from transports.pairs import (
     LIMIT_S,
     SHORT_S,
+    Footprint,
     Pair,
     TransportContract,
     addresses,
@@ -140,13 +140,10 @@ class DirectContract(TransportContract):
 
         for _ in range(100):
             refit()
-        before = (len(open_fds()), num_maps(), resident_bytes())
+        before = Footprint.now()
         for _ in range(1000):
             refit()
-        after = (len(open_fds()), num_maps(), resident_bytes())
-        assert after[0] == before[0]
-        assert after[1] <= before[1] + 4
-        assert after[2] <= before[2] + 8 * 2**20
+        Footprint.now().check_flat(before)
 
     def test_nothing_grows_when_regions_change(self, pair: Pair) -> None:
         remotes, local = [pair.published(9000, n) for n in range(2)], np.zeros(9000, np.uint8)
@@ -158,11 +155,10 @@ class DirectContract(TransportContract):
 
         for n in range(20):
             refit(n)
-        before = (len(open_fds()), num_maps())
+        before = Footprint.now()
         for n in range(100):
             refit(n)
-        assert len(open_fds()) == before[0]
-        assert num_maps() <= before[1] + 4
+        Footprint.now().check_flat(before)
 
     def test_same_regions_keep_their_epoch(self, pair: Pair) -> None:
         one, two = pair.published(100), pair.published(100)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
+import gc
 import json
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,52 +10,48 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import pytest
+from processes import num_maps, open_fds, resident_bytes
 
-from weightsync.deadline import Deadline
+from transports.wire import (
+    LIMIT_S,
+    SHORT_S,
+    Bytes,
+    addresses,
+    deadline,
+    header,
+    random_bytes,
+    row,
+    table,
+    view,
+)
 from weightsync.transports.base import (
     RingOptions,
-    SlotHeader,
     SourceEndpoint,
     StreamSource,
     StreamTarget,
     TargetEndpoint,
     Transport,
 )
-from weightsync.types import RegionAddress
+
+__all__ = [
+    "LIMIT_S",
+    "SHORT_S",
+    "Bytes",
+    "Footprint",
+    "Pair",
+    "TransportContract",
+    "addresses",
+    "connect",
+    "deadline",
+    "header",
+    "random_bytes",
+    "row",
+    "table",
+    "view",
+]
 
 T = TypeVar("T")
-Bytes = npt.NDArray[np.uint8]
-LIMIT_S = 20.0
-SHORT_S = 0.15
-
-
-def deadline(limit_s: float = LIMIT_S, stage: str = "test", **more: Any) -> Deadline:
-    return Deadline(limit_s, peer="the peer", stage=stage, **more)
-
-
-def header(num_bytes: int, sequence: int = 0, session: str = "s1", **more: Any) -> SlotHeader:
-    return SlotHeader(session, 1, sequence, num_bytes, num_bytes, 0, **more)
-
-
-def view(ptr: int, num_bytes: int) -> Bytes:
-    """Bytes at an address, which must outlive the view."""
-    return np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(ptr))
-
-
-def row(source: int, target: int, num_bytes: int, *dims: tuple[int, int, int]) -> list[int]:
-    """One row of a segment table; ``dims`` outermost first."""
-    padded = [(1, 0, 0)] * (3 - len(dims)) + list(dims)
-    return [source, target, num_bytes, 0, *(n for dim in padded for n in dim)]
-
-
-def table(*rows: list[int]) -> npt.NDArray[np.int64]:
-    return np.array(rows, dtype=np.int64).reshape(len(rows), 13)
-
-
-def random_bytes(num_bytes: int, seed: int = 0) -> Bytes:
-    return np.random.default_rng(seed).integers(0, 256, num_bytes, dtype=np.uint8)
 
 
 @dataclass
@@ -95,10 +91,6 @@ class Pair:
         direct.read(direct.prepare(table(*rows)), deadline())
 
 
-def addresses(arrays: Sequence[Bytes]) -> list[RegionAddress]:
-    return [RegionAddress(i, int(a.ctypes.data), a.nbytes) for i, a in enumerate(arrays)]
-
-
 def connect(transport: Transport, alloc: Callable[[int], Bytes]) -> Pair:
     """A connected pair, both ends here."""
     pool = ThreadPoolExecutor(4)
@@ -108,6 +100,29 @@ def connect(transport: Transport, alloc: Callable[[int], Bytes]) -> Pair:
     target = transport.open_target(descriptor, deadline(stage="attach"))
     accepted.result(LIMIT_S)
     return Pair(source, target, pool, alloc)
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What this process holds."""
+
+    num_fds: int
+    num_maps: int
+    resident_bytes: int
+
+    @classmethod
+    def now(cls) -> Footprint:
+        gc.collect()
+        return cls(len(open_fds()), num_maps(), resident_bytes())
+
+    def check_flat(self, before: Footprint) -> None:
+        """After hundreds of rounds: less than one mapping in ten of them, and no memory to speak of.
+
+        The allowance is what the C library takes for its own thread arenas now and then.
+        """
+        assert self.num_fds == before.num_fds
+        assert self.num_maps - before.num_maps <= 10
+        assert self.resident_bytes - before.resident_bytes <= 16 * 2**20
 
 
 class TransportContract:

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from processes import num_maps, open_fds, resident_bytes
 
 from transports.pairs import (
     LIMIT_S,
     SHORT_S,
     Bytes,
+    Footprint,
     Pair,
     TransportContract,
     deadline,
@@ -241,10 +241,7 @@ class StreamContract(TransportContract):
         parts = [random_bytes(4096, n) for n in range(3)]
         for n in range(100):
             self.exchange(pair, ring, parts, f"warm{n}")
-        before = (len(open_fds()), num_maps(), resident_bytes())
+        before = Footprint.now()
         for n in range(1000):
             self.exchange(pair, ring, parts, f"s{n}")
-        after = (len(open_fds()), num_maps(), resident_bytes())
-        assert after[0] == before[0]
-        assert after[1] <= before[1] + 4
-        assert after[2] <= before[2] + 8 * 2**20
+        Footprint.now().check_flat(before)

@@ -244,6 +244,7 @@ class DirectReader(DirectTarget):
         reach("direct.open")
         epoch, regions = self._parse(descriptor)
         where = tuple(local)
+        self._inbox.check()
         self._board.wait_for(epoch, deadline)
         old = self._opened
         if old is not None and (old.epoch, old.regions, old.local) == (epoch, regions, where):
