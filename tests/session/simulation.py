@@ -18,9 +18,10 @@ from multiprocessing import get_context
 
 from weightsync.session_leader import Phase
 
+from .engine import Engine
 from .quick import quick_machines
 from .trainer import Trainer
-from .world import Chaos, Engine, Violation, World
+from .world import Chaos, Violation, World
 
 #: Within this time after the last fault a full update has succeeded: a dead trainer's lease, the
 #: longest session that it left open, a job that hangs, and the update itself.

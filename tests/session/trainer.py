@@ -28,7 +28,8 @@ from weightsync.session import (
 from weightsync.session_leader import outcome_of
 from weightsync.types import Placement
 
-from .world import TENSORS, Engine, Process, Violation, World, scope_names
+from .engine import TENSORS, Engine, scope_names
+from .world import Process, Violation, World
 
 LEASE_S = 3.0
 HEARTBEAT_S = 1.0
@@ -57,7 +58,6 @@ class Trainer:
         self.num_sessions = 0
         self.done = False
         self.has_committed = False
-        self._num_requests = 0
         self._token: int | None = None
         self._script: Script | None = None
 
@@ -106,8 +106,8 @@ class Trainer:
 
     def _call(self, call: Call) -> None:
         world, engine = self.world, self.engine
-        self._num_requests += 1
-        request = self._num_requests * 16 + ord(self.run_id[-1]) % 16
+        engine.num_requests += 1
+        request = engine.num_requests
         self._token = request
         world.log(self.run_id, f"asks {request}")
 
