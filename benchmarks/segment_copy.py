@@ -26,7 +26,7 @@ from weightsync import native
 try:
     import torch
 except ImportError:
-    torch = None
+    torch = None  # type: ignore[assignment]
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -156,7 +156,7 @@ def tensor_cases(num_tensors: int, tensor_bytes: int, num_threads: int) -> Itera
     tensors = [tensor.clone() for tensor in tensors]
     buffer = torch.zeros(num_tensors * tensor_bytes // 2, dtype=torch.bfloat16)
     spare = torch.zeros_like(buffer)
-    slots = list(buffer.split(tensor_bytes // 2))
+    slots = list(torch.split(buffer, tensor_bytes // 2))
     pointers = np.array([tensor.data_ptr() for tensor in tensors], dtype=np.int64)
     places = buffer.data_ptr() + np.arange(num_tensors) * tensor_bytes
     pack = plain_table(pointers, places, tensor_bytes)
@@ -238,7 +238,7 @@ def digest_case(num_bytes: int, word_bytes: int, is_converted: bool = False) -> 
         parts = [int(native.digest_segments(table_of(*p))[0]) for p in ((0, cut), (cut, num_words))]
         assert sum(parts) % 2**64 == whole != 0
 
-    candidates = {
+    candidates: dict[str, Action] = {
         "read (numpy sum)": lambda: np.sum(source.view(np.uint64)),
         "digest_segments": lambda: native.digest_segments(table, num_threads=1),
     }

@@ -1,10 +1,11 @@
 """The extension built from csrc/. Raw addresses are ints; use weightsync.native instead."""
 
-from typing import TypedDict
+from typing import TypedDict, type_check_only
 
 NUM_SEGMENT_COLUMNS: int
 NUM_DIGEST_COLUMNS: int
 
+@type_check_only
 class BuildInfo(TypedDict):
     compiler: str
     copy_kernel: str

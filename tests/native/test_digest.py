@@ -67,7 +67,7 @@ word_sizes = st.sampled_from([1, 2, 4])
 seeds = st.integers(0, MASK)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(word_sizes, st.integers(0, 500), seeds, st.integers(0, 2**40), st.integers(1, 4))
 def test_equals_the_definition(
     word_bytes: int, num_words: int, seed: int, start_index: int, num_threads: int
@@ -92,7 +92,7 @@ def test_extreme_words() -> None:
         assert digest_of(digest_row(words, MASK)) == [expected]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(word_sizes, seeds, st.lists(st.integers(0, 400), max_size=8), st.integers(1, 3))
 def test_parts_cut_anywhere_add_up(
     word_bytes: int, seed: int, cuts: list[int], num_threads: int
@@ -136,8 +136,8 @@ def test_strided_words(
     reach = num_words
     for dim in order:
         index_strides[dim], reach = reach, reach * counts[dim]
-    offset = np.zeros((), dtype=np.int64)
-    index = np.full((), 5, dtype=np.int64)
+    offset: npt.NDArray[Any] = np.zeros((), dtype=np.int64)
+    index: npt.NDArray[Any] = np.full((), 5, dtype=np.int64)
     for count, stride, index_stride in zip(counts, strides, index_strides, strict=True):
         offset = offset[..., None] + np.arange(count) * stride
         index = index[..., None] + np.arange(count) * index_stride
