@@ -13,7 +13,7 @@ from weightsync.digest import DigestTable, part_of
 from weightsync.errors import ConfigError, LayoutError, UnavailableError
 from weightsync.layout import NO_REGION, Layout, TensorLayout
 from weightsync.session import SessionSpec, Version
-from weightsync.tensors import LocalTensors, TensorView, local_tensors
+from weightsync.tensors import LocalTensors, TensorView, check_writable, local_tensors
 from weightsync.types import PauseMode, RegionAddress, SlotKind
 
 
@@ -105,11 +105,7 @@ def _check_slot(name: str, view: TensorView) -> None:
             f"{name!r} is on {view.device}: this build of weightsync has no CUDA part and moves CPU "
             "memory only"
         )
-    for extent, stride in zip(view.shape, view.strides_bytes, strict=True):
-        if view.num_bytes and extent > 1 and stride == 0:
-            raise LayoutError(
-                f"{name!r}: a slot whose elements share memory (stride 0) cannot be written"
-            )
+    check_writable(view, name)
 
 
 def _with_opaque(local: LocalTensors, opaque: Sequence[str]) -> Layout:

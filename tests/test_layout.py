@@ -17,7 +17,12 @@ from weightsync.types import Box, RegionKind, SlotKind, TensorMeta, item_bytes
 
 
 def placed(
-    shape: tuple[int, ...], dtype: str = "float32", *, rank: int = 0, region: int = 0, offset: int = 0
+    shape: tuple[int, ...],
+    dtype: str = "float32",
+    *,
+    rank: int = 0,
+    region: int = 0,
+    offset: int = 0,
 ) -> PlacedBox:
     strides = dense_strides(shape, item_bytes(dtype))
     return PlacedBox(rank, Box.whole(shape), region, offset, strides, dtype)
@@ -37,7 +42,11 @@ def layouts(draw: st.DrawFn) -> Layout:
     kinds = st.sampled_from(list(RegionKind))
     regions = tuple(
         tuple(
-            Region(draw(st.integers(2**16, 2**40)), draw(kinds), draw(st.sampled_from(["cpu", "cuda:1"])))
+            Region(
+                draw(st.integers(2**16, 2**40)),
+                draw(kinds),
+                draw(st.sampled_from(["cpu", "cuda:1"])),
+            )
             for _ in range(draw(st.integers(1, 3)))
         )
         for _ in range(world_size)
@@ -45,7 +54,9 @@ def layouts(draw: st.DrawFn) -> Layout:
     tensors = []
     for name in draw(st.lists(st.text(max_size=8), max_size=4, unique=True)):
         shape = tuple(draw(st.lists(st.integers(0, 4), max_size=3)))
-        dtypes = draw(st.lists(st.sampled_from(["bfloat16", "float32", "int8"]), min_size=1, unique=True))
+        dtypes = draw(
+            st.lists(st.sampled_from(["bfloat16", "float32", "int8"]), min_size=1, unique=True)
+        )
         boxes = []
         for _ in range(draw(st.integers(0, 3))):
             rank = draw(st.integers(0, world_size - 1))
@@ -53,7 +64,9 @@ def layouts(draw: st.DrawFn) -> Layout:
             offset = draw(st.integers(0, 1000))
             boxes.append(placed(shape, dtypes[0], rank=rank, region=region, offset=offset))
         forms = tuple(TensorMeta(name, d, shape) for d in dtypes)
-        tensors.append(TensorLayout(name, forms, tuple(boxes), draw(st.sampled_from(list(SlotKind)))))
+        tensors.append(
+            TensorLayout(name, forms, tuple(boxes), draw(st.sampled_from(list(SlotKind))))
+        )
     aliases = {}
     if tensors:
         names = {t.name for t in tensors}
@@ -105,13 +118,25 @@ def test_a_layout_checks_itself() -> None:
         ("alias 'b' of 'x'", lambda: Layout(1, (a,), region, {"b": "x"})),
         ("alias 'a'", lambda: Layout(1, (a,), region, {"a": "a"})),
         ("rank 1 of 1", lambda: Layout(1, (replace(a, placed=(placed((2, 3), rank=1),)),), region)),
-        ("no region 1", lambda: Layout(1, (replace(a, placed=(placed((2, 3), region=1),)),), region)),
-        ("bytes 4:28", lambda: Layout(1, (replace(a, placed=(placed((2, 3), offset=4),)),), region)),
-        ("no region -1", lambda: Layout(1, (replace(a, placed=(placed((2, 3), region=-1),)),), region)),
+        (
+            "no region 1",
+            lambda: Layout(1, (replace(a, placed=(placed((2, 3), region=1),)),), region),
+        ),
+        (
+            "bytes 4:28",
+            lambda: Layout(1, (replace(a, placed=(placed((2, 3), offset=4),)),), region),
+        ),
+        (
+            "no region -1",
+            lambda: Layout(1, (replace(a, placed=(placed((2, 3), region=-1),)),), region),
+        ),
         ("no wire form", lambda: replace(a, wire_forms=())),
         ("does not fit shape", lambda: replace(a, placed=(placed((3, 3)),))),
         ("does not fit shape", lambda: replace(a, placed=(placed((2,)),))),
-        ("wire form", lambda: replace(a, wire_forms=(*a.wire_forms, TensorMeta("a", "int8", (6,))))),
+        (
+            "wire form",
+            lambda: replace(a, wire_forms=(*a.wire_forms, TensorMeta("a", "int8", (6,)))),
+        ),
         ("wire form", lambda: replace(a, wire_forms=(TensorMeta("b", "int8", (2, 3)),))),
     ]
     for words, make in cases:

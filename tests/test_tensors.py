@@ -194,7 +194,11 @@ def test_distributed_tensors_are_refused_and_their_neighbours_are_not(tmp_path: 
     try:
         mesh = init_device_mesh("cpu", (1,))
         whole = distribute_tensor(torch.ones(4), mesh, [Replicate()])
-        state = {"plain": torch.ones(2), "parameter": torch.nn.Parameter(torch.ones(2)), "sharded": whole}
+        state = {
+            "plain": torch.ones(2),
+            "parameter": torch.nn.Parameter(torch.ones(2)),
+            "sharded": whole,
+        }
         with pytest.raises(LayoutError, match=r"'sharded': .*DTensor"):
             local_tensors(state.items())
         state["sharded"] = whole.full_tensor()
@@ -208,7 +212,13 @@ def test_distributed_tensors_are_refused_and_their_neighbours_are_not(tmp_path: 
 
 def test_exact_aliases_travel_once_and_partial_overlaps_do_not_tie() -> None:
     embed = torch.arange(12.0).reshape(3, 4)
-    named = [("embed", embed), ("head", embed), ("head2", embed[:2]), ("t", embed.T), ("cast", embed.view(torch.int32))]
+    named = [
+        ("embed", embed),
+        ("head", embed),
+        ("head2", embed[:2]),
+        ("t", embed.T),
+        ("cast", embed.view(torch.int32)),
+    ]
     local = local_tensors(named)
     assert dict(local.layout.aliases) == {"head": "embed"}
     assert list(local.views) == ["embed", "head2", "t", "cast"]
@@ -220,7 +230,11 @@ def test_exact_aliases_travel_once_and_partial_overlaps_do_not_tie() -> None:
 def test_empty_tensors_are_kept_apart() -> None:
     empties = [("a", torch.empty(0)), ("b", torch.empty(0, 16)), ("c", torch.empty(4, 0))]
     local = local_tensors(empties)
-    assert [(t.name, t.shape) for t in local.layout.tensors] == [("a", (0,)), ("b", (0, 16)), ("c", (4, 0))]
+    assert [(t.name, t.shape) for t in local.layout.tensors] == [
+        ("a", (0,)),
+        ("b", (0, 16)),
+        ("c", (4, 0)),
+    ]
     assert not local.layout.aliases
     assert len(local.addresses) == 1
     mixed = local_tensors([*empties, ("d", torch.ones(3))])

@@ -68,13 +68,17 @@ def test_subtract_and_intersect_partition_a_box(case: tuple[tuple[int, ...], Box
 
 
 @given(SHAPES.filter(lambda s: 0 not in s), st.data())
-def test_range_boxes_cover_a_range_once_in_order(shape: tuple[int, ...], data: st.DataObject) -> None:
+def test_range_boxes_cover_a_range_once_in_order(
+    shape: tuple[int, ...], data: st.DataObject
+) -> None:
     size = math.prod(shape)
     start = data.draw(st.integers(0, size))
     stop = data.draw(st.integers(start, size))
     found = list(range_boxes(shape, start, stop))
-    order = [np.ravel_multi_index(e, shape) for b in found for e in sorted(elements(b))] if shape else (
-        [0] * len(found)
+    order = (
+        [np.ravel_multi_index(e, shape) for b in found for e in sorted(elements(b))]
+        if shape
+        else ([0] * len(found))
     )
     assert order == list(range(start, stop))
     assert len(found) <= max(1, 2 * len(shape) - 1)
@@ -119,7 +123,24 @@ def test_sizes(text: str | int, expected: int) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "GB", "-1", "0", 0, -5, "1TB", "1 0", "nan", "inf", "1e999", "0.1", "1GB1", None, 1.5, True],
+    [
+        "",
+        "GB",
+        "-1",
+        "0",
+        0,
+        -5,
+        "1TB",
+        "1 0",
+        "nan",
+        "inf",
+        "1e999",
+        "0.1",
+        "1GB1",
+        None,
+        1.5,
+        True,
+    ],
 )
 def test_sizes_that_cannot_be(text: str) -> None:
     with pytest.raises(ConfigError, match="size"):

@@ -8,6 +8,7 @@ come back tied.
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ import numpy.typing as npt
 
 from weightsync.errors import CapacityError, ConfigError, LayoutError, ProtocolError
 from weightsync.tables import dense_strides, segment_rows, table
-from weightsync.tensors import TensorView, view_of
+from weightsync.tensors import TensorView, check_writable, view_of
 from weightsync.types import (
     BUCKET_ALIGNMENT_BYTES,
     TensorMeta,
@@ -137,7 +138,7 @@ class BucketMetadata:
             )
             aliases = {str(k): str(v) for k, v in value["aliases"].items()}
             metadata = cls(entries, int(value["num_bytes"]), aliases)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             if isinstance(error, LayoutError):
                 raise
             raise ProtocolError(f"malformed bucket metadata: {error!r}") from error
@@ -161,6 +162,23 @@ class BucketMetadata:
             end = e.offset_bytes + e.num_bytes
         if end > self.num_bytes:
             raise ProtocolError(f"bucket metadata: entries end at {end} of {self.num_bytes} B")
+        self._check_names()
+
+    def _check_names(self) -> None:
+        """A name is one tensor, of which no byte comes twice; an alias names a tensor that is here."""
+        parts: dict[str, list[BucketEntry]] = {}
+        for e in self.entries:
+            parts.setdefault(e.meta.name, []).append(e)
+        for name, found in parts.items():
+            found.sort(key=lambda e: e.start_bytes)
+            for a, b in itertools.pairwise(found):
+                if a.meta != b.meta or b.start_bytes < a.start_bytes + max(a.num_bytes, 1):
+                    raise ProtocolError(f"bucket metadata: {name!r} is listed twice: {a}, {b}")
+        for alias, name in self.aliases.items():
+            if name not in parts or alias in parts:
+                raise ProtocolError(
+                    f"bucket metadata: {alias!r} is not an alias of an entry ({name!r})"
+                )
 
 
 def cut_rows(
@@ -190,11 +208,7 @@ class FlattenedTensorBucket:
     """
 
     def __init__(self, flattened_tensor: Any, metadata: BucketMetadata) -> None:
-        view = view_of(flattened_tensor, "flattened_tensor")
-        if view.dtype != "uint8" or len(view.shape) != 1 or view.strides_bytes != (1,):
-            raise LayoutError(
-                f"a flattened tensor is dense 1-dim uint8, got {view.dtype}{view.shape}"
-            )
+        view = _flat_view(flattened_tensor, "flattened_tensor")
         if view.num_bytes < metadata.num_bytes:
             raise ProtocolError(
                 f"a flattened tensor of {view.num_bytes} B for metadata of {metadata.num_bytes} B"
@@ -264,10 +278,12 @@ class FlattenedTensorBucket:
         from weightsync import native
 
         rows: list[tuple[int, ...]] = []
+        views: list[TensorView] = []
         for e in self.metadata.entries:
             if e.meta.name not in targets:
                 raise LayoutError(f"no target for {e.meta.name!r}")
             view = view_of(targets[e.meta.name], e.meta.name)
+            check_writable(view, e.meta.name)
             if (view.dtype, view.shape) != (e.meta.dtype, e.meta.shape):
                 raise LayoutError(
                     f"{e.meta.name!r}: bucket has {e.meta.dtype}{e.meta.shape}, target is "
@@ -275,6 +291,8 @@ class FlattenedTensorBucket:
                 )
             cut = Cut(0, e.start_bytes, e.num_bytes, e.offset_bytes)
             rows += cut_rows(view, cut, self._view.ptr, is_packing=False)
+            views.append(view)
+        _check_devices(views, self._view)
         native.copy_segments(table(rows, 13), num_threads=num_threads)
 
 
@@ -283,20 +301,28 @@ def unpack_all(
 ) -> Iterator[tuple[str, Any]]:
     """Named tensors, in order, from buckets that may share memory: every tensor is a copy.
 
-    A cut tensor is collected until it is complete. Raises :class:`LayoutError` if one never is.
+    A cut tensor is collected until it is complete. Raises :class:`LayoutError` if one never is and
+    :class:`ProtocolError` for parts that are repeated or out of order.
     """
-    parts: dict[str, tuple[Bytes, int]] = {}
+    parts: dict[str, tuple[Bytes, TensorMeta, int]] = {}  # memory, what it becomes, bytes so far
     for bucket in buckets:
         whole = {}
         for e in bucket.metadata.entries:
-            memory, missing = parts.pop(e.meta.name, (None, e.meta.num_bytes))
-            if memory is None:
-                memory = np.empty(e.meta.num_bytes, dtype=np.uint8)
+            if e.meta.name not in parts:
+                memory, meta, done = np.empty(e.meta.num_bytes, dtype=np.uint8), e.meta, 0
+            else:
+                memory, meta, done = parts.pop(e.meta.name)
+            if meta != e.meta or e.start_bytes != done:
+                raise ProtocolError(
+                    f"{e.meta.name!r}: bytes from {e.start_bytes} on of {e.meta} arrived after "
+                    f"{done} B of {meta}"
+                )
             flat = np.asarray(bucket.flattened_tensor)
             data = flat[e.offset_bytes : e.offset_bytes + e.num_bytes]
             memory[e.start_bytes : e.start_bytes + e.num_bytes] = data
-            if missing - e.num_bytes > 0:
-                parts[e.meta.name] = (memory, missing - e.num_bytes)
+            done += e.num_bytes
+            if done < meta.num_bytes:
+                parts[meta.name] = (memory, meta, done)
                 continue
             whole[e.meta.name] = as_dtype(memory, e.meta)
         yield from whole.items()
@@ -331,7 +357,8 @@ class _Packer:
 
         used = max((c.offset_bytes + c.num_bytes for c in cuts), default=0)
         memory: Any = np.empty(used, dtype=np.uint8) if out is None else out
-        target = view_of(memory, "out")
+        target = _flat_view(memory, "out")
+        check_writable(target, "out")
         if target.num_bytes < used:
             raise CapacityError(
                 f"the bucket needs {format_bytes(used)}, its memory has "
@@ -351,6 +378,17 @@ class _Packer:
         return FlattenedTensorBucket(memory, BucketMetadata(entries, used, aliases))
 
 
+def _flat_view(memory: Any, name: str) -> TensorView:
+    view = view_of(memory, name)
+    is_dense = view.strides_bytes == (1,) or not view.num_bytes
+    if view.dtype != "uint8" or len(view.shape) != 1 or not is_dense:
+        raise LayoutError(
+            f"{name}: a flattened tensor is dense 1-dim uint8, got {view.dtype}{view.shape} with "
+            f"strides {view.strides_bytes}"
+        )
+    return view
+
+
 def _check_devices(views: Sequence[TensorView], target: TensorView) -> None:
     for view in (*views, target):
         if view.device != "cpu":
@@ -360,7 +398,10 @@ def _check_devices(views: Sequence[TensorView], target: TensorView) -> None:
 
 
 def as_dtype(flat: Any, meta: TensorMeta) -> Any:
-    """1-dim uint8 memory seen as the tensor ``meta``: torch if ``flat`` is, or if NumPy cannot."""
+    """1-dim uint8 memory seen as the tensor ``meta``: torch if ``flat`` is, or if NumPy cannot.
+
+    torch cannot view memory at an offset that the element size does not divide: that is copied.
+    """
     torch = sys.modules.get("torch")
     if isinstance(flat, np.ndarray):
         try:
@@ -375,6 +416,8 @@ def as_dtype(flat: Any, meta: TensorMeta) -> Any:
         raise LayoutError("the flattened tensor is not NumPy memory and torch is not imported")
     if not meta.num_elements:
         return torch.empty(meta.shape, dtype=getattr(torch, meta.dtype), device=flat.device)
+    if flat.storage_offset() % item_bytes(meta.dtype):
+        flat = flat.clone()
     return flat.view(getattr(torch, meta.dtype)).reshape(meta.shape)
 
 

@@ -26,6 +26,7 @@ from weightsync.errors import (
 from weightsync.layout import Layout, PlacedBox, TensorLayout
 from weightsync.manifest import name_some
 from weightsync.types import (
+    BUCKET_ALIGNMENT_BYTES,
     Box,
     Capabilities,
     Contract,
@@ -38,6 +39,8 @@ from weightsync.types import (
 
 #: Bytes that describe one entry of a slot: four int64 (see ``stream_entries`` in binding.py).
 ENTRY_BYTES = 32
+
+_MAX_BUCKET_BYTES = 2**48
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,21 +203,69 @@ def check_plan(plan: RefitPlan, source: Layout, target: Layout) -> None:
         raise ProtocolError(
             "the plan was made for another layout than the trainer's; connect again"
         )
+    if not BUCKET_ALIGNMENT_BYTES <= plan.bucket_bytes < _MAX_BUCKET_BYTES:
+        raise ProtocolError(f"plan: a bucket of {plan.bucket_bytes} B cannot be")
+    if len({p.target for p in plan.tensors}) != len(plan.tensors):
+        raise ProtocolError("plan: a tensor is listed twice")
+    for planned in plan.tensors:
+        _check_tensor(planned, source, target)
+    brought: dict[tuple[int, int], list[Box]] = {}
     for t in plan.transfers:
         planned = plan.tensors[t.tensor]
-        if not 0 <= planned.source < len(source.tensors):
-            raise ProtocolError(f"plan: tensor {planned.meta.name!r} points outside the layout")
-        theirs = source.tensors[planned.source].placed
-        if t.source_placed >= len(theirs) or not _holds(theirs[t.source_placed].box, t.box):
-            raise ProtocolError(f"plan: a transfer of {planned.meta.name!r} leaves its source")
-        if not 0 <= planned.target < len(target.tensors):
-            raise ProtocolError(f"plan: tensor {planned.meta.name!r} points outside the layout")
-        mine = target.tensors[planned.target]
-        if planned.meta not in mine.wire_forms or t.target_placed >= len(mine.placed):
-            raise ProtocolError(f"plan: {planned.meta} is not a wire form of {mine.name!r}")
-        placed = mine.placed[t.target_placed]
-        if placed.rank != t.target_rank or not _holds(placed.box, t.box):
-            raise ProtocolError(f"plan: a transfer of {mine.name!r} leaves its slot")
+        _check_transfer(t, planned, source, target)
+        brought.setdefault((planned.target, t.target_placed), []).append(t.box)
+    for planned in plan.tensors:
+        for j, placed in enumerate(target.tensors[planned.target].placed):
+            if not _is_exact_cover(placed.box, brought.get((planned.target, j), [])):
+                raise ProtocolError(
+                    f"plan: {placed.box} of {planned.meta.name!r} is not brought exactly once"
+                )
+
+
+def _check_tensor(planned: PlannedTensor, source: Layout, target: Layout) -> None:
+    sides = ((planned.source, source), (planned.target, target))
+    if not all(0 <= index < len(layout.tensors) for index, layout in sides):
+        raise ProtocolError(f"plan: tensor {planned.meta.name!r} points outside the layout")
+    theirs, mine = source.tensors[planned.source], target.tensors[planned.target]
+    if planned.meta not in mine.wire_forms:
+        raise ProtocolError(f"plan: {planned.meta} is not a wire form of {mine.name!r}")
+    offered = [w.dtype for w in theirs.wire_forms]
+    if planned.meta.dtype not in offered or theirs.shape != planned.meta.shape:
+        raise ProtocolError(f"plan: the trainer's {theirs.name!r} does not offer {planned.meta}")
+
+
+def _check_transfer(t: Transfer, planned: PlannedTensor, source: Layout, target: Layout) -> None:
+    name, num_dims = planned.meta.name, len(planned.meta.shape)
+    theirs, mine = source.tensors[planned.source].placed, target.tensors[planned.target].placed
+    if len(t.box.start) != num_dims:
+        raise ProtocolError(f"plan: {t.box} is not a box of {name!r}, which has {num_dims} dims")
+    if t.source_placed >= len(theirs) or not _holds(theirs[t.source_placed].box, t.box):
+        raise ProtocolError(f"plan: a transfer of {name!r} leaves its source")
+    if t.target_placed >= len(mine) or not _holds(mine[t.target_placed].box, t.box):
+        raise ProtocolError(f"plan: a transfer of {name!r} leaves its slot")
+    ranks = (theirs[t.source_placed].rank, mine[t.target_placed].rank)
+    if ranks != (t.source_rank, t.target_rank):
+        raise ProtocolError(
+            f"plan: a transfer of {name!r} from rank {t.source_rank} to {t.target_rank}, whose "
+            f"memory is on ranks {ranks}"
+        )
+
+
+def _is_exact_cover(whole: Box, parts: Sequence[Box]) -> bool:
+    """Whether the parts, all within ``whole``, hold each of its elements exactly once."""
+    if not whole.num_elements:
+        return all(part == whole for part in parts)
+    if sum(part.num_elements for part in parts) != whole.num_elements:
+        return False
+    if len(parts) == 1 or not whole.shape:
+        return len(parts) == 1
+    active: list[Box] = []
+    for part in sorted(parts, key=lambda box: box.start):
+        active = [box for box in active if box.stop[0] > part.start[0]]
+        if not part.num_elements or any(box.intersect(part) for box in active):
+            return False
+        active.append(part)
+    return True
 
 
 def _holds(outer: Box, inner: Box) -> bool:

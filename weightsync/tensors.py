@@ -128,6 +128,15 @@ def _numpy_view(array: np.ndarray[Any, Any], name: str) -> TensorView:
     )
 
 
+def check_writable(view: TensorView, name: str) -> None:
+    """Raise :class:`LayoutError` for memory that must not or cannot be written."""
+    if isinstance(view.owner, np.ndarray) and not view.owner.flags.writeable:
+        raise LayoutError(f"{name!r}: read-only memory cannot be written")
+    for extent, stride in zip(view.shape, view.strides_bytes, strict=True):
+        if view.num_bytes and extent > 1 and stride == 0:
+            raise LayoutError(f"{name!r}: elements that share memory (stride 0) cannot be written")
+
+
 @dataclass(frozen=True)
 class LocalTensors:
     """One rank's tensors: the layout that others see and the addresses that only we see."""
