@@ -24,6 +24,7 @@ from transports.pairs import (
     row,
     table,
 )
+from weightsync import native
 from weightsync.deadline import CancelToken, Deadline
 from weightsync.errors import (
     CancelledError,
@@ -32,6 +33,7 @@ from weightsync.errors import (
     TransportError,
     WeightSyncError,
 )
+from weightsync.transports.base import Transport
 
 
 @st.composite
@@ -116,6 +118,28 @@ class DirectContract(TransportContract):
         pair.read(*rows)
         whole = np.concatenate([np.zeros(3, np.uint8), *expected, np.zeros(13, np.uint8)])
         assert np.array_equal(local, whole)
+
+    def test_conversion_on_the_way(self, pair: Pair, transport: Transport) -> None:
+        if not transport.capabilities().direct_converts:
+            return  # then it happens when a slot is filled
+        remote = pair.published(44_000_000)
+        local, expected = (np.zeros(44_000_000, dtype=np.uint8) for _ in range(2))
+        base, at = pair.open([remote], [local])[0], int(local.ctypes.data)
+
+        def rows(source: int, target: int) -> npt.NDArray[np.int64]:
+            found = [
+                row(source, target, 40_000_000),  # one long run
+                row(source, target + 20_000_000, 400, (300, 2000, 200), (3, 600_000, 60_000)),
+                row(source + 4, target + 20_200_000, 4, (1000, 40_000, 2)),
+                row(source, target + 30_000_000, 1000),
+            ]
+            for converting in found[:3]:
+                converting[3] = native.CONVERT_FP32_TO_BF16
+            return table(*found)
+
+        native.copy_segments(rows(int(remote.ctypes.data), int(expected.ctypes.data)))
+        pair.read(*rows(base, at).tolist())
+        assert np.array_equal(local, expected)
 
     def test_a_read_sees_what_is_there_now(self, pair: Pair) -> None:
         remote, local = pair.published(100_000), np.zeros(100_000, dtype=np.uint8)

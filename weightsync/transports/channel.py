@@ -100,6 +100,7 @@ class Channel:
             if sent == 0 and isinstance(error, DeadlineError):
                 raise
             self._mark_lost(f"{self._peer}: the channel broke while sending: {error}")
+            self._shutdown()
             raise PeerLostError(str(self._lost)) from error
         except CancelledError:
             if sent:  # half a frame: nothing that follows could be understood
@@ -305,8 +306,8 @@ def _parse_address(address: object) -> tuple[socket.AddressFamily, Any, str]:
         if family != "tcp":
             raise ValueError(f"family {family!r} is neither unix nor tcp")
         host, port = str(place[0]), int(place[1])
-        if not 0 < port < 2**16:
-            raise ValueError(f"port {port}")
+        if not 0 < port < 2**16 or "\0" in host:
+            raise ValueError(f"host {host[:80]!r}, port {port}")
         return (socket.AF_INET6 if ":" in host else socket.AF_INET), (host, port), secret
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise ProtocolError(f"channel address is malformed: {error!r}") from error

@@ -21,6 +21,7 @@ from weightsync.errors import ProtocolError, TooLargeError
 MAX_FRAME_BYTES = 64 * 2**20
 MAX_FDS = 64
 _HEAD = struct.Struct("<I")
+_FD = struct.Struct("i")
 _PEER_CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
 
 Frame = tuple[dict[str, Any], list[int]]  # the message and the file descriptors it carried
@@ -106,8 +107,7 @@ def _read_exactly(
         if not _wait_readable(sock, pidfd):
             part = b""
         elif sock.family == socket.AF_UNIX:
-            part, got, _, _ = socket.recv_fds(sock, want, MAX_FDS, socket.MSG_CMSG_CLOEXEC)
-            fds.extend(got)
+            part = _recv_with_fds(sock, want, fds)
         else:
             part = sock.recv(want)
         if not part:
@@ -116,6 +116,17 @@ def _read_exactly(
             return None
         data += part
     return bytes(data)
+
+
+def _recv_with_fds(sock: socket.socket, num_bytes: int, fds: list[int]) -> bytes:
+    """Like ``socket.recv_fds``, which drops the flag that keeps descriptors from our children."""
+    room = socket.CMSG_SPACE(MAX_FDS * _FD.size)
+    part, notes, _, _ = sock.recvmsg(num_bytes, room, socket.MSG_CMSG_CLOEXEC)
+    for level, kind, packed in notes:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            whole = len(packed) // _FD.size * _FD.size
+            fds.extend(fd for (fd,) in _FD.iter_unpack(packed[:whole]))
+    return part
 
 
 def _wait_readable(sock: socket.socket, pidfd: int | None) -> bool:

@@ -263,6 +263,7 @@ class IpcTransport(Transport):
             name=self.name,
             contracts={Contract.STREAM: Availability(True), Contract.DIRECT: direct},
             costs={Contract.STREAM: _STREAM_COSTS, Contract.DIRECT: _DIRECT_COSTS},
+            direct_converts=True,
         )
 
     def open_source(self) -> IpcSource:

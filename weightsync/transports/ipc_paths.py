@@ -11,6 +11,7 @@ from weightsync.errors import PeerLostError, TransportError, UnavailableError
 from weightsync.memory import MemfdMemory
 from weightsync.native import CancelFlag, copy_segments, read_process_segments
 from weightsync.transports.base import Table
+from weightsync.transports.converting import ConvertingRead, Scratch
 from weightsync.transports.ipc_host import REMEDY, refusal
 from weightsync.transports.published import EpochBoard, ReadPath, Span
 
@@ -31,15 +32,17 @@ class ProcessReadPath(ReadPath):
     def __init__(self, pid: int, lost: Callable[[], str | None]) -> None:
         self._pid = pid
         self._lost = lost
+        self._scratch = Scratch()
 
     def map(self, regions: Mapping[int, Span], board: EpochBoard) -> dict[int, int]:
         return {region: ptr for region, (ptr, _) in regions.items()}
 
-    def copy(self, rows: Table, flag: CancelFlag) -> int:
+    def prepare(self, rows: Table) -> ConvertingRead:
+        return ConvertingRead(rows, self._scratch)
+
+    def copy(self, prepared: ConvertingRead, flag: CancelFlag) -> int:
         try:
-            return read_process_segments(
-                self._pid, rows, num_threads=config.num_threads(), cancel=flag
-            )
+            return prepared.run(self._read, flag)
         except OSError as error:
             if error.errno == errno.ESRCH or (reason := self._lost()) is not None:
                 reason = self._lost() or f"process {self._pid} ended"
@@ -48,8 +51,11 @@ class ProcessReadPath(ReadPath):
                 raise UnavailableError(f"{refusal(self._pid, error)}; {REMEDY}") from error
             raise TransportError(f"a published region cannot be read: {error}") from error
 
+    def _read(self, rows: Table, flag: CancelFlag) -> int:
+        return read_process_segments(self._pid, rows, num_threads=config.num_threads(), cancel=flag)
+
     def close(self) -> None:
-        """Nothing is mapped."""
+        self._scratch.close()
 
 
 class MemfdPath(ReadPath):
@@ -65,7 +71,7 @@ class MemfdPath(ReadPath):
     def map(self, regions: Mapping[int, Span], board: EpochBoard) -> dict[int, int]:
         if self._epoch != board.epoch:
             self.close()
-            self._epoch = board.epoch
+            self._arenas, self._epoch = [], board.epoch
             for span, fd in zip(board.arenas, board.take_fds(), strict=True):
                 self._arenas.append((span, MemfdMemory.map(fd, span[1])))
         return {region: self._address(region, *span) for region, span in regions.items()}
@@ -93,5 +99,5 @@ class MemfdPath(ReadPath):
                 pin.release()
 
     def close(self) -> None:
-        while self._arenas:
-            self._arenas.pop()[1].close()
+        for _, memory in self._arenas:  # the list stays: a copy that starts now must find it closed
+            memory.close()

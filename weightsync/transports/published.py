@@ -197,9 +197,13 @@ class ReadPath(ABC):
     def map(self, regions: Mapping[int, Span], board: EpochBoard) -> dict[int, int]:
         """Make the regions readable; for each the address by which read tables name it."""
 
+    def prepare(self, rows: Table) -> Any:
+        """What ``copy`` needs of a checked table, worked out once."""
+        return rows
+
     @abstractmethod
-    def copy(self, rows: Table, flag: CancelFlag) -> int:
-        """Copy and return the bytes copied; stops when the flag is set."""
+    def copy(self, prepared: Any, flag: CancelFlag) -> int:
+        """Copy and return the source bytes copied; stops when the flag is set."""
 
     @abstractmethod
     def close(self) -> None:
@@ -279,25 +283,25 @@ class DirectReader(DirectTarget):
         return fields["epoch"], regions
 
     def prepare(self, table: Table) -> PreparedRead:
-        opened = self._opened
-        if opened is None:
+        opened, path = self._opened, self._path
+        if opened is None or path is None:
             raise ConfigError("nothing was opened to read from")
         rows = normalise_table(table)
         sizes = {region: size for region, (_, size) in opened.regions.items()}
         check_sources(rows, [(ptr, sizes[region]) for region, ptr in opened.addresses.items()])
         check_targets(rows, [(r.ptr, r.num_bytes) for r in opened.local])
-        return PreparedRead(rows, table_bytes(rows), opened)
+        return PreparedRead(rows, table_bytes(rows), (opened, path.prepare(rows)))
 
     def read(self, prepared: PreparedRead, deadline: Deadline) -> None:
         reach("direct.read")
         self._inbox.check()
-        opened, path = prepared.state, self._path
+        (opened, work), path = prepared.state, self._path
         if path is None or not isinstance(opened, _Opened) or opened is not self._opened:
             raise TransportError("this read was prepared for regions that are no longer open")
         self._board.refresh()
         self._board.check(opened.epoch)
         run_stoppable(
-            lambda flag: path.copy(prepared.table, flag),
+            lambda flag: path.copy(work, flag),
             prepared.num_bytes,
             deadline,
             self._inbox.link.lost,
