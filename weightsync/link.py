@@ -16,6 +16,7 @@ import numpy as np
 
 from weightsync import native
 from weightsync.binding import Table, encode_entries, pack_table, rebased
+from weightsync.bucket import align
 from weightsync.control import ControlClient, wait_for
 from weightsync.deadline import CancelToken, Deadline
 from weightsync.errors import (
@@ -56,7 +57,7 @@ from weightsync.transports.base import (
     StreamSource,
     Transport,
 )
-from weightsync.types import Availability, Contract, Outcome
+from weightsync.types import BUCKET_ALIGNMENT_BYTES, Availability, Contract, Outcome
 
 _CONNECT_RETRY_S = 0.1
 _STATUS_LIMIT_S = 5.0
@@ -86,6 +87,7 @@ class EngineLink:
         self._endpoint: SourceEndpoint | None = None
         self._have: Capabilities | None = None
         self._bound: dict[str, Bound] = {}
+        self._bucket_bytes = options.bucket_bytes
         self._told_epoch: str | None = None  # publication the engine was told in full
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="weightsync-link")
         self.layout: Layout | None = None
@@ -131,6 +133,9 @@ class EngineLink:
         self.layout = Layout.from_json(answer["layout"])
         if self.layout.digest != answer["layout_digest"]:
             raise ProtocolError(f"{self.peer}: its layout does not survive the wire")
+        # A slot larger than everything would only be memory that nobody uses.
+        whole = sum(align(t.wire_forms[0].num_bytes) for t in self.layout.tensors)
+        self._bucket_bytes = min(self._options.bucket_bytes, max(whole, BUCKET_ALIGNMENT_BYTES))
         self._bound.clear()
         self._told_epoch = None
 
@@ -194,10 +199,11 @@ class EngineLink:
         key = tensors.layout.digest
         bound = self._bound.get(key)
         if bound is None:
+            start_s = time.perf_counter()
             plan = make_plan(
                 tensors.layout,
                 self.layout,
-                bucket_bytes=self._options.bucket_bytes,
+                bucket_bytes=self._bucket_bytes,
                 capabilities=self._capabilities(),
                 choice=self._options.contract,
             )
@@ -205,6 +211,7 @@ class EngineLink:
             bound = self._bound[key] = Bound(plan)
             while len(self._bound) > 64:
                 self._bound.pop(next(iter(self._bound)))
+            self._spent("plan", start_s)
         addresses = tuple(a.ptr for a in tensors.addresses)
         if bound.plan.contract is Contract.STREAM and bound.addresses != addresses:
             self._bind(bound, tensors)
@@ -258,7 +265,9 @@ class EngineLink:
         is_direct = bound.plan.contract is Contract.DIRECT
         epoch, publication = "", None
         if is_direct:
+            start_s = time.perf_counter()
             descriptor = dict(self._endpoint.direct().publish(tensors.addresses))
+            self._spent("register", start_s)
             epoch = str(descriptor.get("epoch"))
             publication = None if epoch == self._told_epoch else descriptor
         reach("trainer.move")
@@ -298,7 +307,9 @@ class EngineLink:
         if self._endpoint is None:
             raise ConfigError(f"{self.peer}: not connected")
         ring = RingOptions(self._options.num_slots, slot_bytes(bound.plan.bucket_bytes))
+        start_s = time.perf_counter()
         stream = self._endpoint.stream(ring, deadline)
+        self._spent("register", start_s)
         stream.begin_move(session_id, deadline)
         last = len(bound.packs) - 1
         for i, (rows, entries) in enumerate(zip(bound.packs, bound.entries, strict=True)):
@@ -319,9 +330,11 @@ class EngineLink:
         cuts = np.frombuffer(entries, dtype="<i8").reshape(-1, 4)
         data_bytes = int((cuts[:, 2] + cuts[:, 3]).max(initial=0))
         cancel = None if deadline.token is None else deadline.token.native_flag
+        start_s = time.perf_counter()
         native.copy_segments(
             rebased(rows, target=slot.ptr), num_threads=self._options.num_threads, cancel=cancel
         )
+        self._spent("pack", start_s)
         deadline.check()
         behind = -(-data_bytes // 16) * 16
         ctypes.memmove(slot.ptr + behind, entries, len(entries))
@@ -379,8 +392,11 @@ class EngineLink:
             self.is_broken = True
             raise
         finally:
-            spent_s = time.perf_counter() - start_s
-            self.phases[stage] = self.phases.get(stage, 0.0) + spent_s
+            self._spent(stage, start_s)
+
+    def _spent(self, phase: str, start_s: float) -> None:
+        spent_s = time.perf_counter() - start_s
+        self.phases[phase] = self.phases.get(phase, 0.0) + spent_s
 
     # --- end ----------------------------------------------------------------------------------------
 

@@ -270,14 +270,16 @@ class RankWork:
         direct = self.endpoint.direct()
         epoch, placement = str(job.payload.get("epoch")), opened.spec.placement
         descriptor = self._publication(epoch, job.payload.get("publication"))
-        addresses = direct.open(descriptor, self._local_regions(placement), deadline)
+        with opened.stats.timed("register"):
+            addresses = direct.open(descriptor, self._local_regions(placement), deadline)
 
         def prepare() -> PreparedRead:
             source = self._sources[plan.digest]
             rows = direct_table(plan, source, addresses, opened.landing, self._rank)
             return direct.prepare(rows)
 
-        prepared = self._reads.get((plan.digest, epoch, placement), prepare)
+        with opened.stats.timed("register"):
+            prepared = self._reads.get((plan.digest, epoch, placement), prepare)
         self._touch(opened)
         start_s = time.perf_counter()
         direct.read(prepared, deadline)

@@ -125,6 +125,7 @@ class Receiver:
         self._numbers = itertools.count(1)
         self._token_of_job: CancelToken | None = None
         self._attach_lock = threading.Lock()
+        self._endpoint_run = ""  # the run that the attached endpoint belongs to
         self._server: ControlServer | None = None
         self._threads: list[threading.Thread] = []
         self._closed = False
@@ -295,6 +296,7 @@ class Receiver:
             deadline = Deadline(request.timeout_s, peer=peer, stage="attach")
             reach("engine.attach")
             self._work.set_endpoint(None)
+            self._endpoint_run = request.run_id
             transport = get_transport(request.transport)
             endpoint = transport.open_target(request.descriptor, deadline)
             direct = endpoint.probe_direct(deadline)
@@ -417,16 +419,19 @@ class Receiver:
 
     def _watch_peer(self) -> None:
         """A trainer whose process ended need not be waited for."""
-        endpoint, run = self._work.endpoint, self._leader.run
+        endpoint, run_id = self._work.endpoint, self._endpoint_run
         if endpoint is None:
             return
         lost = endpoint.lost()
-        if lost is not None and run is not None:
-            self._feed(RunLost(run.run_id, lost))
+        if lost is not None:
+            self._feed(RunLost(run_id, lost))  # of that run only: another may have come since
+        run = self._leader.run
+        is_over = run is None or run.run_id != run_id
         is_quiet = self._rank is not None and self._rank.running is None
-        if self._leader.run is None and is_quiet and self._attach_lock.acquire(blocking=False):
+        if is_over and is_quiet and self._attach_lock.acquire(blocking=False):
             try:
-                self._work.set_endpoint(None)
+                if self._work.endpoint is endpoint:  # and not one attached meanwhile
+                    self._work.set_endpoint(None)
             finally:
                 self._attach_lock.release()
 

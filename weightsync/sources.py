@@ -7,26 +7,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from weightsync.errors import ConfigError
-from weightsync.memory import available_bytes
 from weightsync.naming import Rule, RuledTensors, apply_rules, module_tensors, rules_for
 from weightsync.tensors import LocalTensors, local_tensors, view_of
 from weightsync.types import CastPolicy, parse_bytes
 
-_AUTO_BUCKET_MAX_BYTES = 2**30
-_AUTO_BUCKET_MIN_BYTES = 64 * 2**20
-#: ``auto`` takes at most this part of the memory that is available.
-_AUTO_BUCKET_PART = 32
+#: On a CPU a slot of this size costs little beside its bytes, and two of them fit anywhere.
+_AUTO_BUCKET_BYTES = 64 * 2**20
 
 
 def resolve_bucket(bucket: str | int) -> int:
-    """Bytes of a slot: a size, or "auto" = 1 GiB where a 32nd of the memory allows it."""
-    if bucket != "auto":
-        return parse_bytes(bucket)
-    room = available_bytes() // _AUTO_BUCKET_PART
-    size = _AUTO_BUCKET_MAX_BYTES
-    while size > _AUTO_BUCKET_MIN_BYTES and size > room:
-        size //= 2
-    return size
+    """Bytes of a slot: a size ("1GB", "512MiB", a count), or "auto" = 64 MiB."""
+    return _AUTO_BUCKET_BYTES if bucket == "auto" else parse_bytes(bucket)
 
 
 class ModuleSource:
@@ -40,10 +31,17 @@ class ModuleSource:
 
     def collect(self, module: Any) -> tuple[LocalTensors, Mapping[str, str]]:
         """Its tensors after the rules, and what the rules dropped."""
-        tensors = [*module.parameters(), *module.buffers()]
-        seen = [(t.data_ptr(), t.dtype, t.shape) for t in tensors]
+        named = [
+            *module.named_parameters(remove_duplicate=False),
+            *module.named_buffers(remove_duplicate=False),
+        ]
+        seen = [
+            (n, t.data_ptr(), t.dtype, t.shape, t.stride(), t.untyped_storage().nbytes())
+            for n, t in named
+        ]
+        is_lazy = any(t.is_conj() or t.is_neg() for _, t in named)  # resolved into copies
         is_same = self._module is not None and self._module() is module and seen == self._seen
-        if self._kept is None or not is_same:
+        if self._kept is None or not is_same or is_lazy:
             rules = rules_for(module) if self._rules is None else self._rules
             ruled = module_tensors(module, rules)
             self._kept = (local_tensors(ruled.named, cast=self._cast), ruled.dropped)

@@ -51,7 +51,7 @@ def add_parser(commands: Any) -> None:
         default="auto",
         type=_bucket,
         metavar="SIZE",
-        help="size of a stream's slot: 1GB, 512MiB, auto (default)",
+        help="size of a stream's slot: 1GB, 512MiB, auto = 64MiB (default)",
     )
     parser.add_argument(
         "--model",

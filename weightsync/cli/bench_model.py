@@ -12,7 +12,8 @@ from weightsync import config
 from weightsync.errors import CapacityError, ConfigError
 from weightsync.memory import available_bytes
 from weightsync.presets import PRESETS, get_preset
-from weightsync.types import Placement, TensorMeta, format_bytes, parse_bytes
+from weightsync.sources import resolve_bucket
+from weightsync.types import Placement, TensorMeta, format_bytes
 
 #: Presets above this are drawn in each process, with no file.
 _DRAWN_ABOVE_BYTES = 20 * 10**9
@@ -50,7 +51,7 @@ def choose_model(name: str) -> ModelChoice:
 def check_room(choice: ModelChoice, placement: str, bucket: str) -> None:
     """Refuse a model that does not fit, before anything is allocated."""
     copies = 3 if placement == Placement.STAGED.value else 2
-    slot = min(choice.total_bytes, 2**30 if bucket == "auto" else parse_bytes(bucket))
+    slot = min(choice.total_bytes, resolve_bucket(bucket))
     rings = 4 * slot  # two slots on each side
     need = copies * choice.total_bytes + rings + 2 * _PROCESS_BYTES
     have = available_bytes()

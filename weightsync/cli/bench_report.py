@@ -26,10 +26,12 @@ def table(result: Mapping[str, Any]) -> str:
         "",
         f"{'phase':<{_WIDTH}}{'seconds':>10}{'GB/s':>9}",
     ]
-    moving = {"pack_and_move", "digest", "verify", "place", "read_back"}
+    moving = {"pack", "move", "digest", "verify", "place", "read_back"}
     for name, spent_s in result["phases"].items():
-        rate = f"{total / spent_s / 1e9:9.2f}" if name in moving and spent_s > 0 else ""
-        lines.append(f"{'  ' + name.replace('_', ' '):<{_WIDTH}}{spent_s:>10.4f}{rate}")
+        rate = f"{total / spent_s / 1e9:9.2f}" if name in moving and spent_s > 0 else " " * 9
+        note = {"pack": "   within the move", "first_refit": "   with plan and register"}
+        label = "  " + name.replace("_", " ")
+        lines.append(f"{label:<{_WIDTH}}{spent_s:>10.4f}{rate}{note.get(name, '')}".rstrip())
     lines.append(
         f"{'refit (median)':<{_WIDTH}}{seconds['median']:>10.4f}{result['gb_per_s']:9.2f}"
         f"   min {seconds['min']:.4f}, p99 {seconds['p99']:.4f}, {result['repeat']} repeats"
@@ -67,7 +69,9 @@ def _limits(result: Mapping[str, Any]) -> list[str]:
         _row("pause of the engine", f"{result['pause_seconds']:.4f} s"),
         _row(
             "peak extra memory",
-            f"{format_bytes(result['peak_extra_bytes'])} (beyond the staging copy of "
+            f"{format_bytes(result['peak_extra_bytes'])} (trainer "
+            f"{format_bytes(result['trainer_extra_bytes'])}, engine "
+            f"{format_bytes(result['engine_extra_bytes'])} beyond its staging copy of "
             f"{format_bytes(result['placement_bytes'])})",
         ),
     ]
@@ -83,7 +87,7 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), width_ratios=(2, 1))
-    once = {"connect", "plan_and_register"}
+    once = {"connect", "plan", "register", "first_refit"}
     phases = {k.replace("_", " "): v for k, v in result["phases"].items() if k not in once}
     left.barh(list(phases), [v * 1e3 for v in phases.values()], color="#4a7fb5")
     left.invert_yaxis()

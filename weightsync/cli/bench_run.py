@@ -27,16 +27,23 @@ from weightsync.cli.bench_report import draw, table
 from weightsync.errors import IntegrityError
 from weightsync.types import Placement
 
-#: Names of the phases of a refit in reports, by the name in an engine's report.
-PHASES = {
-    "pack_and_move": "move",
-    "digest": "digest",
-    "begin": "begin",
-    "verify": "engine_verify",
-    "prepare": "prepare",
-    "place": "engine_place",
-    "read_back": "engine_read_back",
-    "commit": "commit",
+#: Names of the phases of a refit, by the names in an engine's report whose seconds add up to them.
+#: ``prepare`` and ``commit`` are what these stages take beyond the work listed on its own.
+PHASES: dict[str, tuple[str, ...]] = {
+    "begin": ("begin",),
+    "pack": ("pack",),
+    "move": ("move",),
+    "digest": ("digest",),
+    "prepare": ("prepare", "-engine_verify"),
+    "verify": ("engine_verify",),
+    "place": ("engine_place",),
+    "read_back": ("engine_read_back",),
+    "commit": ("commit", "-engine_place", "-engine_read_back"),
+}
+#: Paid by the first refit of a connection only.
+ONCE_PHASES: dict[str, tuple[str, ...]] = {
+    "plan": ("plan",),
+    "register": ("register", "engine_register"),
 }
 
 
@@ -45,7 +52,7 @@ class Measured:
     """What the repeats gave."""
 
     connect_s: float = 0.0
-    first_s: float = 0.0
+    first: dict[str, Any] = field(default_factory=dict)
     refits: list[dict[str, Any]] = field(default_factory=list)
     ceilings: list[float] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
@@ -97,25 +104,27 @@ def _measure(
     connected = trainer.call("connect", url=url, options=options)
     measured.connect_s, measured.path = connected["connect_s"], connected["path"]
 
-    # The first refit pays for plan, registration and staging; memory is watched over it.
-    for worker in (trainer, engine):
-        worker.call("watch")
-    measured.first_s = _refit(trainer, engine, measured, version=1)["seconds"]
-    measured.trainer_extra_bytes = trainer.call("watched")["extra_bytes"]
-    measured.engine_extra_bytes = engine.call("watched")["extra_bytes"]
-
+    # The first refit pays for plan, registration and staging memory.
+    measured.first = _refit(trainer, engine, measured, version=1, is_sampled=False)
     for i in range(settings.repeat):
         show_progress(f"refit {i + 1} of {settings.repeat}")
         ceiling = trainer.call("ceiling", total_bytes=choice.total_bytes)
         measured.ceilings.append(ceiling["gb_per_s"])
         measured.num_threads = ceiling["num_threads"]
         measured.refits.append(_refit(trainer, engine, measured, version=i + 2))
-    _measure_scopes(trainer, measured, settings.repeat + 2)
+    trainer.call("drop_ceiling")
+    last = _measure_scopes(trainer, measured, settings.repeat + 2)
+    _measure_memory(trainer, engine, measured, {"url": url, "options": options}, last)
     return measured
 
 
 def _refit(
-    trainer: WorkerProcess, engine: WorkerProcess, measured: Measured, version: int
+    trainer: WorkerProcess,
+    engine: WorkerProcess,
+    measured: Measured,
+    version: int,
+    *,
+    is_sampled: bool = True,
 ) -> dict[str, Any]:
     """One proven refit: everything differs before, nothing after; each side digests its own."""
     trainer.call("change", mask=mask_of(version))
@@ -130,9 +139,31 @@ def _refit(
     found = trainer.call("refit", version=version, names=None)
     after = engine.call("digest")
     measured.is_verified = measured.is_verified and _agree(sent, after)
-    measured.samples.append(_sample(found))
+    if is_sampled:
+        measured.samples.append(_sample(found))
     measured.num_tensors, measured.total_bytes = found["num_tensors"], found["num_bytes"]
     return found
+
+
+def _measure_memory(
+    trainer: WorkerProcess,
+    engine: WorkerProcess,
+    measured: Measured,
+    connection: dict[str, Any],
+    version: int,
+) -> None:
+    """Peak memory of a refit over a fresh connection, against the connected state.
+
+    A refit of its own, since the kernel stops a process to count its pages. The engine's staging copy
+    stays from the refits before, so what is seen is beyond what the placement needs.
+    """
+    show_progress("watching memory")
+    trainer.call("connect", **connection)
+    for worker in (trainer, engine):
+        worker.call("watch")
+    _refit(trainer, engine, measured, version, is_sampled=False)
+    measured.trainer_extra_bytes = trainer.call("watched")["extra_bytes"]
+    measured.engine_extra_bytes = engine.call("watched")["extra_bytes"]
 
 
 def _agree(sent: Mapping[str, str], found: Mapping[str, str]) -> bool:
@@ -145,8 +176,9 @@ def _sample(refit: Mapping[str, Any]) -> Sample:
     return Sample(refit["num_buckets"], refit["num_tensors"], refit["num_bytes"], seconds)
 
 
-def _measure_scopes(trainer: WorkerProcess, measured: Measured, version: int) -> None:
-    """Refits of parts, so that the costs of buckets, tensors and bytes come apart."""
+def _measure_scopes(trainer: WorkerProcess, measured: Measured, version: int) -> int:
+    """Refits of parts, so that the costs of buckets, tensors and bytes come apart;
+    returns the next version."""
     names = sorted(trainer.call("digest"))
     parts: list[Sequence[str]] = [names[::2], names[1::4], names[::8], names[:1], names[-4:]]
     for part in [p for p in parts if p] * 2:
@@ -154,6 +186,7 @@ def _measure_scopes(trainer: WorkerProcess, measured: Measured, version: int) ->
         found = trainer.call("refit", version=version, names=list(part))
         measured.samples.append(_sample(found))
         version += 1
+    return version
 
 
 # --- figures --------------------------------------------------------------------------------------
@@ -167,7 +200,6 @@ def summarise(settings: BenchSettings, choice: ModelChoice, measured: Measured) 
     move_s = statistics.median(r["phases"]["move"] for r in measured.refits)
     rate = measured.total_bytes / median_s / 1e9
     staged_bytes = measured.total_bytes if settings.placement == Placement.STAGED.value else 0
-    extra = max(measured.trainer_extra_bytes, measured.engine_extra_bytes - staged_bytes)
     return {
         "transport": settings.transport,
         "device": settings.device,
@@ -190,7 +222,7 @@ def summarise(settings: BenchSettings, choice: ModelChoice, measured: Measured) 
         "move_fraction_of_ceiling": measured.total_bytes / move_s / 1e9 / ceiling,
         "fit": fit(measured.samples),
         "pause_seconds": statistics.median(r["pause_s"] for r in measured.refits),
-        "peak_extra_bytes": max(0, extra),
+        "peak_extra_bytes": max(measured.trainer_extra_bytes, measured.engine_extra_bytes),
         "trainer_extra_bytes": measured.trainer_extra_bytes,
         "engine_extra_bytes": measured.engine_extra_bytes,
         "placement_bytes": staged_bytes,
@@ -206,18 +238,21 @@ def _bucket_bytes(settings: BenchSettings) -> int:
 
 
 def _phases(measured: Measured) -> dict[str, float]:
-    """Median seconds by phase; connect and the first refit's extra (plan, register) once."""
-    median_s = statistics.median(r["seconds"] for r in measured.refits)
-    phases = {
-        "connect": measured.connect_s,
-        "plan_and_register": max(0.0, measured.first_s - median_s),
-    }
-    for name, key in PHASES.items():
-        found = [r["phases"].get(key) for r in measured.refits]
-        known = [f for f in found if f is not None]
-        if known:
-            phases[name] = statistics.median(known)
+    """Median seconds by phase; what the connection and its first refit cost once, first."""
+    phases = {"connect": measured.connect_s}
+    phases |= {name: _added(measured.first, keys) for name, keys in ONCE_PHASES.items()}
+    for name, keys in PHASES.items():
+        if any(keys[-1].lstrip("-") in r["phases"] for r in measured.refits):
+            phases[name] = statistics.median(_added(r, keys) for r in measured.refits)
+    phases["first_refit"] = measured.first["seconds"]
     return phases
+
+
+def _added(refit: Mapping[str, Any], keys: Sequence[str]) -> float:
+    """Sum of named seconds; a leading minus takes away."""
+    found: Mapping[str, float] = refit["phases"]
+    total = sum(found.get(k.lstrip("-"), 0.0) * (-1 if k.startswith("-") else 1) for k in keys)
+    return max(0.0, total)
 
 
 def _percentile(values: Sequence[float], part: float) -> float:

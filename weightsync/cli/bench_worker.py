@@ -84,6 +84,8 @@ class TrainerWorker(_Worker):
     def connect(self, url: str, options: dict[str, Any]) -> dict[str, Any]:
         from weightsync.sender import Sender
 
+        if self._sender is not None:
+            self._sender.close()
         start_s = time.perf_counter()
         self._sender = Sender.connect([url], **options)
         return {"connect_s": time.perf_counter() - start_s, "path": self._sender._links[0].path}
@@ -146,6 +148,13 @@ class TrainerWorker(_Worker):
         native.memcpy_bytes(target.ptr, source.ptr, source.num_bytes, num_threads=threads)
         spent_s = time.perf_counter() - start_s
         return {"gb_per_s": source.num_bytes / spent_s / 1e9, "num_threads": threads}
+
+    def drop_ceiling(self) -> dict[str, Any]:
+        """Give the ceiling's memory back before memory is watched."""
+        for memory in self._ceiling or ():
+            memory.close()
+        self._ceiling = None
+        return {}
 
     def stop(self) -> dict[str, Any]:
         if self._sender is not None:
