@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -24,11 +25,30 @@ from transports.peers import ipc_memfd
 from transports.process_contract import FAST_S, Peers, ProcessContract
 from weightsync.errors import PeerLostError, ProtocolError, UnavailableError
 from weightsync.memory import SharedArena
-from weightsync.transports.base import Transport
+from weightsync.transports.base import TargetEndpoint, Transport
 from weightsync.transports.ipc import DirectPath, IpcTransport
 
 
-class TestAuto(FullContract, ProcessContract):
+class DeathInARead(FullContract, ProcessContract):
+    """The trainer dies while its memory is being read."""
+
+    def test_it_ends_at_once(self, far_source: tuple[Child, TargetEndpoint]) -> None:
+        child, endpoint = far_source
+        child.send(["publish", 4096, 3])
+        local = np.zeros(4096, dtype=np.uint8)
+        direct = endpoint.direct()
+        ptr = direct.open(child.receive()["result"], addresses([local]), deadline())[0]
+        prepared = direct.prepare(self.slow_table(ptr, int(local.ctypes.data)))
+        with ThreadPoolExecutor(1) as pool:
+            reading = pool.submit(direct.read, prepared, deadline(60.0, "read"))
+            while not local.any():  # until the first bytes are here
+                assert not reading.done()
+            child.kill()
+            with pytest.raises(PeerLostError):
+                reading.result(FAST_S)
+
+
+class TestAuto(DeathInARead):
     factory = "weightsync.transports.ipc:IpcTransport"
 
     def make_transport(self) -> Transport:
@@ -40,7 +60,7 @@ class TestProcessRead(FullContract):
         return IpcTransport(DirectPath.PROCESS_READ)
 
 
-class TestMemfd(FullContract, ProcessContract):
+class TestMemfd(DeathInARead):
     """Where the kernel refuses to let one process read another."""
 
     factory = "transports.peers:ipc_memfd"
