@@ -24,7 +24,13 @@ from typing import Any, Final
 import numpy as np
 
 from weightsync.deadline import Deadline
-from weightsync.errors import ConfigError, ProtocolError, UnavailableError
+from weightsync.errors import (
+    ConfigError,
+    PeerLostError,
+    ProtocolError,
+    UnavailableError,
+    WeightSyncError,
+)
 from weightsync.memory import HostMemory
 from weightsync.native import read_process_segments
 from weightsync.transports.base import (
@@ -162,13 +168,15 @@ class P2pSource(SourceEndpoint):
         }
 
     def accept(self, deadline: Deadline) -> None:
-        if self._channel is not None:
+        if self._inbox is not None:
             return
-        channel = self._listener.accept(deadline)
-        self._listener.close()
-        self._channel = channel
-        self._inbox = Inbox(channel, RING_SOURCE_KINDS)
-        self._direct.attach(channel)
+        if self._channel is None:
+            self._channel = self._listener.accept(deadline)
+            self._listener.close()
+        # The engine connects, makes its agent and reads the probe before it says so.
+        self._channel.receive_kind("attached", deadline)
+        self._inbox = Inbox(self._channel, RING_SOURCE_KINDS)
+        self._direct.attach(self._channel)
 
     def stream(self, options: RingOptions, deadline: Deadline) -> StreamSource:
         inbox = self._inbox
@@ -233,17 +241,26 @@ class P2pTarget(TargetEndpoint):
             name = f"{self._endpoint}-{secrets.token_hex(4)}"
             self._agent = Agent(name, serves=False, ucx=_ucx_settings(host))
             undo.callback(self._agent.close)
-            self._load_probe(fields)
+            try:
+                self._load_probe(fields)
+            except UnavailableError as error:  # UCX looks at the process behind the metadata
+                raise self._or_lost(error, deadline) from error
             self._rate_bytes_per_s = 0.0
             self._availability = self._probe(deadline)
             if not self._availability.is_usable:
                 raise UnavailableError(f"{self._availability.reason}; {self._availability.remedy}")
+            self._channel.send({"kind": "attached"}, deadline=deadline)
             undo.pop_all()
-        self._landing = Landing(self._agent, self._channel, self.lost)
+        self._landing = Landing(self._agent, self._channel, self._peer_lost)
         self._inbox = Inbox(self._landing, (RING_KIND, *RING_TARGET_KINDS, *DIRECT_KINDS))
         self._direct = P2pDirectTarget(
-            self._agent, self._endpoint, self._inbox, self.lost, max_bytes
+            self._agent, self._endpoint, self._inbox, self._peer_lost, max_bytes
         )
+
+    def _or_lost(self, error: UnavailableError, deadline: Deadline) -> WeightSyncError:
+        """The death of the trainer explains more than what failed because of it."""
+        reason = self._channel.lost()
+        return error if reason is None else PeerLostError(f"{reason} (stage {deadline.stage!r})")
 
     def _load_probe(self, fields: Any) -> None:
         self._scratch = HostMemory.anonymous(_PROBE_BYTES)
@@ -273,7 +290,7 @@ class P2pTarget(TargetEndpoint):
         """Read known bytes, first once to open the path, then several times for its rate."""
         landed = self._scratch.bytes_view()
         landed[:] = 0
-        self._agent.read(self._probe_read, deadline, self.lost)
+        self._agent.read(self._probe_read, deadline, self._peer_lost)
         if not np.array_equal(landed, self._pattern):
             return Availability(
                 False,
@@ -283,7 +300,7 @@ class P2pTarget(TargetEndpoint):
         best_s = float("inf")
         for _ in range(_PROBE_ROUNDS):
             start_s = time.perf_counter()
-            self._agent.read(self._probe_read, deadline, self.lost)
+            self._agent.read(self._probe_read, deadline, self._peer_lost)
             best_s = min(best_s, time.perf_counter() - start_s)
         self._rate_bytes_per_s = _PROBE_BYTES / best_s
         if not self._is_one_host or self._rate_bytes_per_s >= _FLOOR_BYTES_PER_S:
@@ -320,9 +337,11 @@ class P2pTarget(TargetEndpoint):
         return True
 
     def lost(self) -> str | None:
-        if self._closed.is_set():
-            return "this end was closed"
-        return self._channel.lost() or self._agent.lost()
+        return self._peer_lost() or self._agent.lost()
+
+    def _peer_lost(self) -> str | None:
+        """What the channel knows; an agent that failed is another matter."""
+        return "this end was closed" if self._closed.is_set() else self._channel.lost()
 
     @property
     def path(self) -> str:

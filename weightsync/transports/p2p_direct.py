@@ -243,6 +243,7 @@ class P2pDirectTarget(DirectTarget):
         reach("direct.open")
         published = _Published.parse(descriptor, self._endpoint)
         where = tuple(local)
+        self._inbox.check()
         self._board.wait_for(published.epoch, deadline)
         old = self._opened
         if old is None or (old.published, old.local) != (published, where):

@@ -167,7 +167,7 @@ class Landing:
         return item
 
     def lost(self) -> str | None:
-        return self._lost()
+        return self._lost() or self._agent.lost()
 
     def close(self) -> None:
         """Stop reading. Any thread."""
@@ -215,9 +215,9 @@ class Landing:
                 else:
                     self._listen(_RETRY_S if self._pending else _LISTEN_S)
         except CancelledError:
-            self._arrived.put(PeerLostError(self._lost() or "this end was closed"))
+            self._arrived.put(PeerLostError(self.lost() or "this end was closed"))
         except PeerLostError as error:
-            self._arrived.put(PeerLostError(self._lost() or str(error)))
+            self._arrived.put(PeerLostError(self.lost() or str(error)))
         except WeightSyncError as error:
             self._arrived.put(error)
         except Exception as error:  # a bug, but the caller must not wait for ever
