@@ -8,6 +8,7 @@ they say. *Jobs* on bytes run one at a time on a thread of their own, or inside 
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import queue
 import secrets
@@ -80,7 +81,7 @@ from weightsync.transports import get_transport
 from weightsync.types import Availability, Contract, PauseMode, Placement, VerifyMode
 
 _TICK_S = 0.1
-_LEADER_LEASE_S = 30.0
+_LEADER_LEASE_S = math.inf  # rank 0 and its leader live and die together
 
 
 class JobsBy(Enum):
