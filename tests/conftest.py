@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
+from hypothesis import settings
 
 # Before anything is imported that reads them: nothing here may leave the loopback interface.
 for _name, _value in {
@@ -16,6 +17,10 @@ for _name, _value in {
     os.environ.setdefault(_name, _value)
 for _name in ("WEIGHTSYNC_TOKEN", "WEIGHTSYNC_FAULT"):
     os.environ.pop(_name, None)
+
+# A loaded machine is no failure; the seeds of failures are kept by hypothesis itself.
+settings.register_profile("weightsync", deadline=None, max_examples=50)
+settings.load_profile("weightsync")
 
 
 def _has_gpu() -> bool:

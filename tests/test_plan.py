@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from layouts import Held, Model, build, partitions, replicated, shards, whole
 
@@ -91,7 +91,6 @@ def pairs(draw: st.DrawFn) -> tuple[Model, Model]:
     return build(world[0], source), build(world[1], target)
 
 
-@settings(deadline=None)
 @given(pairs())
 def test_every_target_box_is_covered_exactly_once(case: tuple[Model, Model]) -> None:
     source, target = case
@@ -118,7 +117,6 @@ def test_every_target_box_is_covered_exactly_once(case: tuple[Model, Model]) -> 
     assert sum(plan.bytes_by_pair().values()) == plan.total_bytes
 
 
-@settings(deadline=None)
 @given(pairs())
 def test_plans_are_deterministic_and_json_is_an_exact_inverse(case: tuple[Model, Model]) -> None:
     source, target = case

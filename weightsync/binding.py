@@ -192,14 +192,18 @@ def rebased(segments: Table, *, source: int = 0, target: int = 0) -> Table:
 def source_parts(plan: RefitPlan, source: Layout, addresses: Addresses) -> list[DigestPart]:
     """What the trainer digests: every box that it gives, each element of a tensor once."""
     parts: list[DigestPart] = []
-    seen: set[tuple[int, tuple[int, ...]]] = set()
+    seen: dict[int, list[Box]] = {}
     for t in plan.transfers:
-        if (t.tensor, t.box.start) in seen and t.box.num_elements:
-            continue  # a replica of the engine takes it too
-        seen.add((t.tensor, t.box.start))
+        rest = [t.box]
+        for other in seen.setdefault(t.tensor, []):  # replicas of the engine may cut it otherwise
+            rest = [piece for box in rest for piece in box.subtract(other)]
+            if not rest:
+                break
         spot = _source_spot(plan, source, addresses, t)
         meta = plan.tensors[t.tensor].meta
-        parts.append(DigestPart(meta, t.box, spot.at(t.box), spot.strides_bytes, spot.dtype))
+        for box in rest:
+            seen[t.tensor].append(box)
+            parts.append(DigestPart(meta, box, spot.at(box), spot.strides_bytes, spot.dtype))
     return parts
 
 

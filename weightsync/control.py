@@ -15,6 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Protocol
@@ -34,7 +35,7 @@ from weightsync.errors import (
     from_wire,
     to_wire,
 )
-from weightsync.messages import VERBS, Request, decode, encode, verb_of
+from weightsync.messages import VERBS, Request, StatusRequest, decode, encode, verb_of
 
 PATH_PREFIX = "/weightsync/v1/"
 MAX_BODY_BYTES = 256 * 2**20
@@ -83,18 +84,19 @@ class HttpClient:
     several threads each get their own."""
 
     def __init__(self, url: str, token: str | None) -> None:
-        parts = urlsplit(url if "//" in url else f"http://{url}")
-        if parts.scheme != "http" or not parts.hostname or not parts.port:
-            raise ConfigError(f"engine address {url!r}: expected http://HOST:PORT")
-        self._host, self._port = parts.hostname, parts.port
-        self.peer = f"engine {parts.hostname}:{parts.port}"
+        self._host, self._port = _host_and_port(url)
+        self.peer = f"engine {self._host}:{self._port}"
         self._token = token
         self._local = threading.local()
-        self._all: list[http.client.HTTPConnection] = []
+        self._all: set[http.client.HTTPConnection] = set()
+        self._lock = threading.Lock()  # close() comes from another thread than a heartbeat
+        self._is_closed = False
 
     def call(self, request: Request, *, limit_s: float) -> dict[str, Any]:
         verb = verb_of(request)
         body = json.dumps(encode(request), separators=(",", ":")).encode()
+        if len(body) > MAX_BODY_BYTES:
+            raise TooLargeError(f"{self.peer}: {verb}: {_too_large(len(body))}")
         headers = {"Content-Type": "application/json"}
         if self._token is not None:
             headers["Authorization"] = f"Bearer {self._token}"
@@ -117,30 +119,92 @@ class HttpClient:
     def _exchange(
         self, verb: str, body: bytes, headers: Mapping[str, str], limit_s: float
     ) -> tuple[int, bytes]:
+        until_s = time.monotonic() + limit_s
         connection = getattr(self._local, "connection", None)
+        if connection is not None and not _is_alive(connection.sock):
+            self._drop()  # the server ends a connection that was silent for long
+            connection = None
         if connection is None:
-            connection = http.client.HTTPConnection(self._host, self._port, timeout=limit_s)
-            connection.connect()
-            connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._local.connection = connection
-            self._all.append(connection)
+            connection = self._connect(limit_s)
+        connection.sock.until_s = until_s
         connection.sock.settimeout(limit_s)
         connection.request("POST", PATH_PREFIX + verb, body=body, headers=dict(headers))
         response = connection.getresponse()
         return response.status, response.read(MAX_BODY_BYTES)
 
+    def _connect(self, limit_s: float) -> http.client.HTTPConnection:
+        connection = http.client.HTTPConnection(self._host, self._port)
+        plain = socket.create_connection((self._host, self._port), timeout=limit_s)
+        plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.sock = _TimedSocket(plain.family, plain.type, plain.proto, plain.detach())
+        with self._lock:
+            if self._is_closed:
+                connection.close()
+                raise ConnectionError("this client is closed")
+            self._all.add(connection)
+        self._local.connection = connection
+        return connection
+
     def _drop(self) -> None:
         connection = getattr(self._local, "connection", None)
         if connection is not None:
             connection.close()
-            self._all.remove(connection)
+            self._all.discard(connection)
             self._local.connection = None
 
     def close(self) -> None:
-        for connection in self._all:
+        """End every connection, also those that another thread waits on. Idempotent."""
+        with self._lock:
+            self._is_closed = True
+            connections, self._all = self._all, set()
+        for connection in connections:
+            sock = connection.sock
+            if sock is not None:
+                with suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
             connection.close()
-        self._all.clear()
-        self._local = threading.local()
+
+
+class _TimedSocket(socket.socket):
+    """Ends a read at a moment, however many pieces an answer comes in."""
+
+    until_s = float("inf")
+
+    def recv_into(self, *args: Any, **kwargs: Any) -> int:
+        left_s = self.until_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("timed out")
+        self.settimeout(left_s if left_s < float("inf") else None)
+        return super().recv_into(*args, **kwargs)
+
+
+def _is_alive(sock: Any) -> bool:
+    """Whether the other end of an idle connection has neither closed it nor said anything."""
+    if sock is None:
+        return False
+    try:
+        sock.settimeout(0)
+        sock.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _host_and_port(url: str) -> tuple[str, int]:
+    with suppress(ValueError):  # a port that is no number, or too large
+        parts = urlsplit(url if "//" in url else f"http://{url}")
+        if parts.scheme == "http" and parts.hostname and parts.port:
+            return parts.hostname, parts.port
+    raise ConfigError(f"engine address {url!r}: expected http://HOST:PORT")
+
+
+def _too_large(num_bytes: int | str) -> str:
+    return (
+        f"a body of {num_bytes} B is above the limit of {MAX_BODY_BYTES} B; control messages carry "
+        "metadata only"
+    )
 
 
 def _parse_answer(status: int, body: bytes, peer: str) -> dict[str, Any]:
@@ -202,10 +266,11 @@ class ControlServer:
     def __init__(self, listen: str, handler: Handler, token: str | None) -> None:
         host, _, port = listen.rpartition(":")
         host = host.strip("[]")
-        if not host or not port.isdigit():
+        if not host or not port.isdecimal() or int(port) > 65_535:
             raise ConfigError(
                 f"listen address {listen!r}: expected HOST:PORT (port 0: any free one)"
             )
+        token = token or None  # an empty one keeps nobody out
         if token is None and not _is_loopback(host):
             raise ConfigError(
                 f"listening on {host!r}, which others can reach, needs a token (token=... on both "
@@ -213,11 +278,21 @@ class ControlServer:
             )
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
 
+        connections = self._connections = _Connections()
+
         class Server(ThreadingHTTPServer):
             address_family = family
             daemon_threads = True
             # A restarted engine takes its port again at once; two live ones never share it.
             allow_reuse_address = True
+
+            def process_request(self, request: Any, client_address: Any) -> None:
+                connections.add(request)
+                super().process_request(request, client_address)
+
+            def shutdown_request(self, request: Any) -> None:
+                connections.discard(request)
+                super().shutdown_request(request)
 
             def handle_error(self, request: Any, client_address: Any) -> None:
                 return None  # a peer that went away; its request was answered or is void
@@ -243,7 +318,30 @@ class ControlServer:
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()
+        self._connections.close()
         self._thread.join(timeout=5.0)
+
+
+class _Connections:
+    """The open connections of a server, to be ended with it."""
+
+    def __init__(self) -> None:
+        self._open: set[socket.socket] = set()
+        self._lock = threading.Lock()
+
+    def add(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._open.add(connection)
+
+    def discard(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._open.discard(connection)
+
+    def close(self) -> None:
+        with self._lock:
+            for connection in self._open:
+                with suppress(OSError):  # its thread sees the end and closes it
+                    connection.shutdown(socket.SHUT_RDWR)
 
 
 def _is_loopback(host: str) -> bool:
@@ -261,8 +359,19 @@ def _handler_class(handler: Handler, token: str | None) -> type[BaseHTTPRequestH
         wbufsize = -1  # one segment an answer
 
         def do_POST(self) -> None:
+            self._reply(self._request)
+
+        def do_GET(self) -> None:
+            if self.path != PATH_PREFIX + "status":
+                self.close_connection = True
+                self._send(HTTPStatus.NOT_FOUND, to_wire(_unknown_verb(self.path)))
+                return
+            self.close_connection |= "Content-Length" in self.headers  # a body that is not read
+            self._reply(self._status_request)
+
+        def _reply(self, make_request: Callable[[], Request]) -> None:
             try:
-                answer = dict(handler(self._request()))
+                answer = dict(handler(make_request()))
                 status = HTTPStatus.OK
             except WeightSyncError as error:
                 answer, status = to_wire(error), _status_of(error)
@@ -270,19 +379,19 @@ def _handler_class(handler: Handler, token: str | None) -> type[BaseHTTPRequestH
                 answer, status = to_wire(error), HTTPStatus.INTERNAL_SERVER_ERROR
             self._send(status, answer)
 
-        def do_GET(self) -> None:
-            if self.path != PATH_PREFIX + "status":
-                self._send(HTTPStatus.NOT_FOUND, to_wire(_unknown_verb(self.path)))
-                return
-            self.headers["Content-Length"] = "0"
-            self.do_POST()
+        def _status_request(self) -> Request:
+            self._check_token()
+            return StatusRequest(None)
 
-        def _request(self) -> Request:
+        def _check_token(self) -> None:
             if token is not None:
                 shown = self.headers.get("Authorization", "")
                 if not hmac.compare_digest(shown.encode(), f"Bearer {token}".encode()):
                     self.close_connection = True  # its body is not read
                     raise AuthError("no token or a wrong one; give token=... on both sides")
+
+        def _request(self) -> Request:
+            self._check_token()
             verb = self.path.removeprefix(PATH_PREFIX)
             if not self.path.startswith(PATH_PREFIX) or verb not in VERBS:
                 self.close_connection = True
@@ -291,21 +400,21 @@ def _handler_class(handler: Handler, token: str | None) -> type[BaseHTTPRequestH
 
         def _body(self, verb: str) -> Any:
             length = self.headers.get("Content-Length", "")
-            if not length.isdigit():
+            if not length.isdecimal():
                 self.close_connection = True
                 raise ProtocolError("a request needs a Content-Length")
-            if int(length) > MAX_BODY_BYTES:
+            if len(length) > 20 or int(length) > MAX_BODY_BYTES:
                 self.close_connection = True
-                raise TooLargeError(
-                    f"a body of {length} B is above the limit of {MAX_BODY_BYTES} B; control "
-                    "messages carry metadata only"
-                )
+                raise TooLargeError(_too_large(length[:24]))
             body = self.rfile.read(int(length))
+            if len(body) < int(length):
+                self.close_connection = True
+                raise ProtocolError(f"the body ended after {len(body)} of {length} B")
             if verb == "status" and not body:
-                return encode(VERBS["status"](None))  # type: ignore[call-arg, arg-type]
+                return encode(StatusRequest(None))
             try:
-                return json.loads(body)
-            except ValueError as error:
+                return json.loads(body, parse_constant=_no_constant)
+            except (ValueError, RecursionError) as error:
                 raise ProtocolError(f"the body is not JSON: {error}") from error
 
         def _send(self, status: HTTPStatus, answer: Mapping[str, Any]) -> None:
@@ -327,6 +436,10 @@ def _status_of(error: WeightSyncError) -> HTTPStatus:
         if isinstance(error, kind):
             return status
     return HTTPStatus.INTERNAL_SERVER_ERROR
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a number of JSON")
 
 
 def _unknown_verb(path: str) -> ProtocolError:

@@ -165,7 +165,7 @@ def decode(record: type[R], value: Any) -> R:
     if not isinstance(value, dict):
         raise ProtocolError(f"a message must be a JSON object, got {type(value).__name__}")
     protocol = value.get("protocol")
-    if protocol != PROTOCOL_VERSION:
+    if protocol != PROTOCOL_VERSION or isinstance(protocol, bool):
         raise ProtocolError(
             f"message of protocol {protocol!r}; this side speaks {PROTOCOL_VERSION}: use one version "
             "of weightsync on both sides"

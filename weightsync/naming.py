@@ -16,12 +16,22 @@ from weightsync.errors import ConfigError, LayoutError
 NamedTensor = tuple[str, Any]
 
 
+def _check_pattern(pattern: str) -> None:
+    try:
+        re.compile(pattern)
+    except (re.error, TypeError) as error:
+        raise ConfigError(f"pattern {pattern!r} is not a regular expression: {error}") from error
+
+
 @dataclass(frozen=True, slots=True)
 class Rename:
     """Names that match ``pattern`` (a regular expression, searched) are rewritten."""
 
     pattern: str
     replacement: str
+
+    def __post_init__(self) -> None:
+        _check_pattern(self.pattern)
 
     def apply(self, name: str, tensor: Any) -> list[NamedTensor] | None:
         new, count = re.subn(self.pattern, self.replacement, name)
@@ -35,6 +45,9 @@ class Drop:
     pattern: str
     reason: str
 
+    def __post_init__(self) -> None:
+        _check_pattern(self.pattern)
+
     def apply(self, name: str, tensor: Any) -> list[NamedTensor] | None:
         return [] if re.fullmatch(self.pattern, name) else None
 
@@ -44,6 +57,9 @@ class Include:
     """Buffers whose name matches (the whole name) take part; without a rule buffers do not."""
 
     pattern: str
+
+    def __post_init__(self) -> None:
+        _check_pattern(self.pattern)
 
     def apply(self, name: str, tensor: Any) -> list[NamedTensor] | None:
         return [(name, tensor)] if re.fullmatch(self.pattern, name) else None
@@ -76,7 +92,11 @@ class FusedExperts:
             if part == "down_proj":
                 found.append((f"{prefix}.{e}.down_proj.weight", expert))
                 continue
-            width = expert.shape[0] // 2
+            width, rest = divmod(expert.shape[0], 2)
+            if rest:
+                raise LayoutError(
+                    f"{name!r}: {expert.shape[0]} rows are not a gate above an up of equal size"
+                )
             found.append((f"{prefix}.{e}.gate_proj.weight", expert[:width]))
             found.append((f"{prefix}.{e}.up_proj.weight", expert[width:]))
         return found
