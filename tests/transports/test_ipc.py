@@ -97,6 +97,28 @@ class TestMemfd(DeathInARead):
         raise AssertionError("not mapped")
 
 
+class TestAutoTakesTheFastWay(TransportContract):
+    def make_transport(self) -> Transport:
+        return IpcTransport()
+
+    def test_by_epoch(self, pair: Pair) -> None:
+        arena = SharedArena(10_000)
+        shared, private, local = (
+            arena.empty((64,), "uint8"),
+            np.ones(64, np.uint8),
+            np.zeros(64, np.uint8),
+        )
+        for n, (remote, path) in enumerate([(shared, "memfd"), (private, "process_vm_readv")] * 3):
+            remote[:] = n
+            ptr = pair.open([remote], [local])[0]
+            pair.read(row(ptr, int(local.ctypes.data), 64))
+            assert (local == n).all()
+            assert pair.target.path == path
+        pair.open([shared, private], [local])
+        assert pair.target.path == "process_vm_readv"
+        arena.close()
+
+
 class TestRefused(TransportContract):
     """Neither way: no arena, and no reading of the process."""
 

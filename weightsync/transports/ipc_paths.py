@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Mapping
 from enum import Enum
+from typing import Any
 
 from weightsync import config
 from weightsync.errors import PeerLostError, TransportError, UnavailableError
@@ -17,7 +18,7 @@ from weightsync.transports.published import EpochBoard, ReadPath, Span
 
 
 class DirectPath(Enum):
-    """Which way is taken; ``AUTO`` reads the process, and shared memory where that is refused."""
+    """Which way is taken; ``AUTO`` maps shared memory where all is in it, else reads the process."""
 
     AUTO = "auto"
     PROCESS_READ = "process_read"
@@ -27,7 +28,9 @@ class DirectPath(Enum):
 class ProcessReadPath(ReadPath):
     """``process_vm_readv``: addresses are the trainer's."""
 
-    name = "process_vm_readv"
+    @property
+    def name(self) -> str:
+        return "process_vm_readv"
 
     def __init__(self, pid: int, lost: Callable[[], str | None]) -> None:
         self._pid = pid
@@ -58,10 +61,41 @@ class ProcessReadPath(ReadPath):
         self._scratch.close()
 
 
+class AutoPath(ReadPath):
+    """Shared memory if every region lies in it, for it is several times faster; else the process."""
+
+    def __init__(self, process: ProcessReadPath, memfd: MemfdPath) -> None:
+        self._process = process
+        self._memfd = memfd
+        self._taken: ProcessReadPath | MemfdPath = process
+
+    @property
+    def name(self) -> str:
+        return self._taken.name
+
+    def map(self, regions: Mapping[int, Span], board: EpochBoard) -> dict[int, int]:
+        self._taken = self._memfd if board.arenas else self._process
+        if not board.arenas:
+            self._memfd.close()
+        return self._taken.map(regions, board)
+
+    def prepare(self, rows: Table) -> Any:
+        return self._taken.prepare(rows)
+
+    def copy(self, prepared: Any, flag: CancelFlag) -> int:
+        return self._taken.copy(prepared, flag)
+
+    def close(self) -> None:
+        self._process.close()
+        self._memfd.close()
+
+
 class MemfdPath(ReadPath):
     """The trainer's arenas, mapped here for reading; addresses are ours."""
 
-    name = "memfd"
+    @property
+    def name(self) -> str:
+        return "memfd"
 
     def __init__(self, why_not_process: str) -> None:
         self._why_not_process = why_not_process
@@ -69,10 +103,13 @@ class MemfdPath(ReadPath):
         self._arenas: list[tuple[Span, MemfdMemory]] = []
 
     def map(self, regions: Mapping[int, Span], board: EpochBoard) -> dict[int, int]:
-        if self._epoch != board.epoch:
+        if self._epoch != board.epoch or not all(m.is_open for _, m in self._arenas):
             self.close()
             self._arenas, self._epoch = [], board.epoch
-            for span, fd in zip(board.arenas, board.take_fds(), strict=True):
+            fds = board.take_fds()
+            if len(fds) != len(board.arenas):  # an earlier attempt to map this epoch failed
+                raise TransportError(f"the shared memory of epoch {board.epoch} cannot be mapped")
+            for span, fd in zip(board.arenas, fds, strict=True):
                 self._arenas.append((span, MemfdMemory.map(fd, span[1])))
         return {region: self._address(region, *span) for region, span in regions.items()}
 

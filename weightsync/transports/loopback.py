@@ -103,7 +103,9 @@ def _flip_bit(ptr: int) -> None:
 class _LocalPath(ReadPath):
     """Addresses are plain: both ends live in one process."""
 
-    name = "copy"
+    @property
+    def name(self) -> str:
+        return "copy"
 
     def __init__(self, link: LocalLink, faults: _Faults) -> None:
         self._link = link

@@ -191,7 +191,10 @@ class EpochBoard:
 class ReadPath(ABC):
     """How the bytes of published regions are reached."""
 
-    name: str
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """For people."""
 
     @abstractmethod
     def map(self, regions: Mapping[int, Span], board: EpochBoard) -> dict[int, int]:
@@ -235,6 +238,11 @@ class DirectReader(DirectTarget):
         self._path: ReadPath | None = None
         self._board = EpochBoard(inbox)
         self._opened: _Opened | None = None
+
+    @property
+    def path_name(self) -> str | None:
+        """How bytes are reached, once something was opened."""
+        return None if self._path is None else self._path.name
 
     def close(self) -> None:
         """Let go of everything mapped. Any thread may call it while a read runs."""
