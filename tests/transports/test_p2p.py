@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -42,7 +43,8 @@ from weightsync.errors import (
 )
 from weightsync.memory import HostMemory
 from weightsync.transports.base import RingOptions, Transport
-from weightsync.transports.nixl_agent import NIXL_MODULES, Agent
+from weightsync.transports.nixl_agent import Agent
+from weightsync.transports.nixl_binding import NIXL_MODULES
 from weightsync.transports.nixl_reads import MAX_READS, Reads, cut, merge, pieces, reads_of
 from weightsync.transports.p2p import P2pTransport
 from weightsync.transports.p2p_direct import spans_of
@@ -345,7 +347,7 @@ class TestLostReads(_P2p):
         target.begin_move("s1")
         for n in range(10):
             token = CancelToken()
-            waiting = pair.start(lambda t=token: target.receive(deadline(token=t)))
+            waiting = pair.start(partial(target.receive, deadline(token=token)))
             token.cancel("enough")
             with pytest.raises(CancelledError):
                 waiting.result(LIMIT_S)

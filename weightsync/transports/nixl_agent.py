@@ -2,48 +2,36 @@
 
 Only what reading needs is here: nothing is ever exported for writing, and a target's own memory is
 registered without its metadata leaving the process.
-
-NIXL is spoken to through the binding classes rather than through its Python wrapper, which hard-codes
-a progress thread that spins (a whole core, idle or not), logs to standard output, and pickles.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import itertools
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
-from weightsync import config
 from weightsync.deadline import Deadline
 from weightsync.errors import (
-    MissingDependencyError,
     PeerLostError,
     TransportError,
     UnavailableError,
 )
+from weightsync.transports.nixl_binding import (
+    Span,
+    Transfer,
+    descriptors,
+    load_nixl,
+    memory_type,
+)
 from weightsync.transports.nixl_reads import Reads, cut, pieces
 from weightsync.types import format_bytes
-
-NIXL_MODULES: Final = ("nixl_cu13._api", "nixl_cu12._api", "nixl._api")
-
-#: Defaults only; what the user has set stays.
-_ENVIRONMENT: Final = {
-    # Both libraries log to the terminal, for example about CUDA plugins on a machine without CUDA.
-    # What matters comes back as an error of ours; INFO (NIXL) and info (UCX) show the rest.
-    "NIXL_LOG_LEVEL": "FATAL",
-    "UCX_LOG_LEVEL": "fatal",
-    # Without it UCX reads device memory of its own GPU through the host, 2000 times slower.
-    "UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "y",
-}
 
 #: The serving thread sleeps in poll(2) and wakes by itself this often, in case UCX misses an event.
 _SERVE_WAKE_US: Final = 100_000
@@ -59,36 +47,6 @@ _PATIENT_AFTER_S: Final = 1.0
 _PATIENT_SLEEP_S: Final = 1e-3
 #: How long an abandoned read may take to leave the wire before its agent is torn down.
 _QUIET_LIMIT_S: Final = 2.0
-
-
-class Span(NamedTuple):
-    """Memory of one device: ``cpu`` or ``cuda:<index>``."""
-
-    ptr: int
-    num_bytes: int
-    device: str
-
-
-def load_nixl() -> Any:
-    """The first NIXL that can be imported."""
-    for name, value in _ENVIRONMENT.items():
-        config.set_default_env(name, value)
-    tried = []
-    for module in NIXL_MODULES:
-        try:
-            return importlib.import_module(module)
-        except ImportError as error:
-            tried.append(f"{module}: {error}")
-    raise MissingDependencyError("nixl", extra="p2p", why="tried " + "; ".join(tried))
-
-
-def _memory_type(bind: Any, device: str) -> tuple[Any, int]:
-    kind, _, index = device.partition(":")
-    if kind == "cpu":
-        return bind.DRAM_SEG, 0
-    if kind == "cuda":
-        return bind.VRAM_SEG, int(index or 0)
-    raise UnavailableError(f"device {device!r}: p2p moves memory of 'cpu' and 'cuda' devices")
 
 
 class Agent:
@@ -148,8 +106,8 @@ class Agent:
             try:
                 for device in sorted({span.device for span in spans}):
                     rows = [span for span in spans if span.device == device]
-                    kind, index = _memory_type(self._bind, device)
-                    table = _descriptors([r.ptr for r in rows], [r.num_bytes for r in rows], index)
+                    kind, index = memory_type(self._bind, device)
+                    table = descriptors([r.ptr for r in rows], [r.num_bytes for r in rows], index)
                     listed = self._bind.nixlRegDList(kind, table)
                     self._nixl.registerMem(listed, [self._backend])
                     made.append(listed)
@@ -243,8 +201,8 @@ class Agent:
                 (bind.NIXL_INIT_AGENT, reads.target_ptr, transfer.target_device),
                 (self._peer, reads.source_ptr, transfer.source_device),
             ):
-                kind, index = _memory_type(bind, device)
-                table = _descriptors(ptrs, reads.num_bytes, index)
+                kind, index = memory_type(bind, device)
+                table = descriptors(ptrs, reads.num_bytes, index)
                 sides.append(nixl.prepXferDlist(owner, bind.nixlXferDList(kind, table), backends))
                 transfer.adopt(nixl.releasedDlistH, sides[-1])
             for first, last in pieces(reads.num_bytes, _PIECE_BYTES, _PIECE_READS):
@@ -366,47 +324,6 @@ class Agent:
             self._deregister(self._registered)
             self._registered.clear()
             del self._nixl, self._backend
-
-
-class Transfer:
-    """Reads and the NIXL handles that run them, in pieces."""
-
-    def __init__(self, reads: Reads, source_device: str, target_device: str) -> None:
-        self.reads = reads
-        self.source_device = source_device
-        self.target_device = target_device
-        self.generation = -1
-        self.handles: list[Any] = []
-        self._owned: list[tuple[Callable[[Any], None], Any]] = []
-        self._finalizer = weakref.finalize(self, _release, self._owned)
-
-    def adopt(self, release: Callable[[Any], None], handle: Any) -> None:
-        self._owned.append((release, handle))
-
-    def release(self) -> None:
-        """Give the handles back; the transfer may be built again."""
-        self.generation = -1
-        self.handles.clear()
-        _release(self._owned)
-
-
-def _release(owned: list[tuple[Callable[[Any], None], Any]]) -> None:
-    while owned:  # requests before the lists that they point into
-        release, handle = owned.pop()
-        with contextlib.suppress(Exception):  # an abandoned read: it goes with its agent
-            release(handle)
-
-
-def _descriptors(
-    ptrs: Sequence[int] | npt.NDArray[np.int64],
-    sizes: Sequence[int] | npt.NDArray[np.int64],
-    device_index: int,
-) -> npt.NDArray[np.uint64]:
-    table = np.empty((len(ptrs), 3), dtype=np.uint64)
-    table[:, 0] = ptrs
-    table[:, 1] = sizes
-    table[:, 2] = device_index
-    return table
 
 
 def _any_overlap(spans: Iterable[Span]) -> bool:

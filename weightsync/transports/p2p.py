@@ -14,14 +14,9 @@ import importlib.util
 import ipaddress
 import os
 import secrets
-import socket
 import threading
-import time
 from contextlib import ExitStack
-from pathlib import Path
-from typing import Any, Final
-
-import numpy as np
+from typing import Final
 
 from weightsync.deadline import Deadline
 from weightsync.errors import (
@@ -32,7 +27,6 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.memory import HostMemory
-from weightsync.native import read_process_segments
 from weightsync.transports.base import (
     Availability,
     Capabilities,
@@ -49,9 +43,10 @@ from weightsync.transports.base import (
 )
 from weightsync.transports.channel import Channel, Listener, connect
 from weightsync.transports.link import Inbox, check_fields
-from weightsync.transports.nixl_agent import NIXL_MODULES, Agent, Span
-from weightsync.transports.nixl_reads import Reads
+from weightsync.transports.nixl_agent import Agent
+from weightsync.transports.nixl_binding import NIXL_MODULES, Span
 from weightsync.transports.p2p_direct import P2pDirectSource, P2pDirectTarget, unpack_bytes
+from weightsync.transports.p2p_probe import PROBE_BYTES, Probe, host_id, probe_pattern
 from weightsync.transports.p2p_stream import RING_KIND, Landing, LandingRing, ring_frame
 from weightsync.transports.published import DIRECT_KINDS
 from weightsync.transports.ring import (
@@ -67,14 +62,11 @@ _DESCRIPTOR_FIELDS: Final = {
     "schema": int, "transport": str, "endpoint": str, "channel": dict, "host": str, "pid": int,
     "agent": str, "probe_ptr": int,
 }  # fmt: skip
-_PROBE_BYTES: Final = 2**20
-_PROBE_ROUNDS: Final = 8
-#: On one machine a read is one copy by the kernel, 3 to 6 GB/s; emulated by messages, below 1.
-_FLOOR_BYTES_PER_S: Final = 1.5e9
-#: Measured on two Xeon cores (2.1 GHz, virtual), shared memory with CMA.
+#: Measured on two virtual cores (AMD EPYC), shared memory with CMA: 3.4 to 9 us a read, 4 to 6 GB/s;
+#: a ring adds its filling and emptying, and asks for few and large reads.
 _COSTS: Final = {
-    Contract.DIRECT: CostConstants(op_s=3e-6, bytes_per_s=3.5e9),
-    Contract.STREAM: CostConstants(op_s=0.3e-6, bytes_per_s=2.5e9),
+    Contract.DIRECT: CostConstants(op_s=4e-6, bytes_per_s=4.5e9),
+    Contract.STREAM: CostConstants(op_s=0.3e-6, bytes_per_s=2e9),
 }
 
 
@@ -122,18 +114,6 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _host_id() -> str:
-    """Equal where two processes can see each other's memory: one kernel, one pid namespace."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}/{socket.gethostname()}"
-
-
-def _probe_pattern(endpoint: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Known bytes that differ from one endpoint to the next."""
-    words = np.arange(_PROBE_BYTES // 8, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    return (words ^ np.uint64(int(endpoint, 16))).view(np.uint8)
-
-
 class P2pSource(SourceEndpoint):
     """The trainer's end."""
 
@@ -147,10 +127,10 @@ class P2pSource(SourceEndpoint):
         with ExitStack() as undo:
             self._agent = Agent(self._endpoint, serves=True, ucx=_ucx_settings(host))
             undo.callback(self._agent.close)
-            self._memories = [HostMemory.anonymous(_PROBE_BYTES)]
+            self._memories = [HostMemory.anonymous(PROBE_BYTES)]
             self._probe_ptr = self._memories[0].ptr
-            self._memories[0].bytes_view()[:] = _probe_pattern(self._endpoint)
-            self._agent.register([Span(self._probe_ptr, _PROBE_BYTES, "cpu")])
+            self._memories[0].bytes_view()[:] = probe_pattern(self._endpoint)
+            self._agent.register([Span(self._probe_ptr, PROBE_BYTES, "cpu")])
             self._listener = Listener("tcp", host)
             undo.pop_all()
         self._direct = P2pDirectSource(self._agent, self._endpoint, max_bytes)
@@ -161,7 +141,7 @@ class P2pSource(SourceEndpoint):
             "transport": "p2p",
             "endpoint": self._endpoint,
             "channel": self._listener.address(),
-            "host": _host_id(),
+            "host": host_id(),
             "pid": os.getpid(),
             "agent": base64.b64encode(self._agent.metadata()).decode(),
             "probe_ptr": self._probe_ptr,
@@ -225,12 +205,7 @@ class P2pTarget(TargetEndpoint):
         for name, value in (("schema", PROTOCOL_VERSION), ("transport", "p2p")):
             if fields[name] != value:
                 raise ProtocolError(f"{what}: field {name!r} is {fields[name]!r}, not {value!r}")
-        self._fields = fields
         self._endpoint: str = fields["endpoint"]
-        try:
-            self._pattern = _probe_pattern(self._endpoint)
-        except (ValueError, OverflowError) as error:
-            raise ProtocolError(f"{what}: endpoint {self._endpoint[:80]!r}") from error
         self._closed = threading.Event()
         self._ring: RingTarget | None = None
         self._landing_ring: LandingRing | None = None
@@ -242,13 +217,17 @@ class P2pTarget(TargetEndpoint):
             self._agent = Agent(name, serves=False, ucx=_ucx_settings(host))
             undo.callback(self._agent.close)
             try:
-                self._load_probe(fields)
+                where = (fields["probe_ptr"], fields["host"], fields["pid"])
+                self._probe = Probe(self._agent, self._endpoint, *where)
+            except (ValueError, OverflowError) as error:
+                raise ProtocolError(f"{what}: endpoint {self._endpoint[:80]!r}") from error
+            try:
+                self._probe.load(unpack_bytes(fields["agent"], f"{what}, 'agent'"))
             except UnavailableError as error:  # UCX looks at the process behind the metadata
                 raise self._or_lost(error, deadline) from error
-            self._rate_bytes_per_s = 0.0
-            self._availability = self._probe(deadline)
-            if not self._availability.is_usable:
-                raise UnavailableError(f"{self._availability.reason}; {self._availability.remedy}")
+            found = self._probe.run(deadline, self._peer_lost)
+            if not found.is_usable:
+                raise UnavailableError(f"{found.reason}; {found.remedy}")
             self._channel.send({"kind": "attached"}, deadline=deadline)
             undo.pop_all()
         self._landing = Landing(self._agent, self._channel, self._peer_lost)
@@ -261,14 +240,6 @@ class P2pTarget(TargetEndpoint):
         """The death of the trainer explains more than what failed because of it."""
         reason = self._channel.lost()
         return error if reason is None else PeerLostError(f"{reason} (stage {deadline.stage!r})")
-
-    def _load_probe(self, fields: Any) -> None:
-        self._scratch = HostMemory.anonymous(_PROBE_BYTES)
-        source = Span(fields["probe_ptr"], _PROBE_BYTES, "cpu")
-        self._agent.load_peer(unpack_bytes(fields["agent"], "p2p descriptor, 'agent'"), [source])
-        self._agent.register([Span(self._scratch.ptr, _PROBE_BYTES, "cpu")])
-        row = [np.array([n]) for n in (source.ptr, self._scratch.ptr, _PROBE_BYTES)]
-        self._probe_read = self._agent.prepare(Reads(*row), "cpu", "cpu")
 
     def stream(self, deadline: Deadline) -> StreamTarget:
         if self._ring is None:
@@ -283,58 +254,7 @@ class P2pTarget(TargetEndpoint):
         return self._direct
 
     def probe_direct(self, deadline: Deadline) -> Availability:
-        self._availability = self._probe(deadline)
-        return self._availability
-
-    def _probe(self, deadline: Deadline) -> Availability:
-        """Read known bytes, first once to open the path, then several times for its rate."""
-        landed = self._scratch.bytes_view()
-        landed[:] = 0
-        self._agent.read(self._probe_read, deadline, self._peer_lost)
-        if not np.array_equal(landed, self._pattern):
-            return Availability(
-                False,
-                "a read of known bytes brought others",
-                "check that both ends run the same NIXL release, and UCX_TLS",
-            )
-        best_s = float("inf")
-        for _ in range(_PROBE_ROUNDS):
-            start_s = time.perf_counter()
-            self._agent.read(self._probe_read, deadline, self._peer_lost)
-            best_s = min(best_s, time.perf_counter() - start_s)
-        self._rate_bytes_per_s = _PROBE_BYTES / best_s
-        if not self._is_one_host or self._rate_bytes_per_s >= _FLOOR_BYTES_PER_S:
-            return Availability(True)
-        return Availability(True, *self._slow_path(), is_slow=True)
-
-    def _slow_path(self) -> tuple[str, str]:
-        rate = f"reads on one machine run at {self._rate_bytes_per_s / 1e9:.2f} GB/s"
-        if not self._can_read_process:
-            return (
-                f"{rate}: this process may not read the trainer's memory, so UCX copies through "
-                "messages",
-                "give the engine ptrace rights (--cap-add SYS_PTRACE, or the trainer's user)",
-            )
-        return (
-            f"{rate}, below {_FLOOR_BYTES_PER_S / 1e9:.1f}: UCX does not read process memory (CMA), "
-            "or the machine is busy",
-            "keep 'cma' and 'sm' in UCX_TLS",
-        )
-
-    @property
-    def _is_one_host(self) -> bool:
-        return bool(self._fields["host"] == _host_id())
-
-    @property
-    def _can_read_process(self) -> bool:
-        """Whether the kernel lets us read the source's memory, which UCX needs for CMA."""
-        word = np.zeros(8, dtype=np.uint8)
-        row = [self._fields["probe_ptr"], int(word.ctypes.data), 8, 0, *(1, 0, 0) * 3]
-        try:
-            read_process_segments(self._fields["pid"], np.array([row], dtype=np.int64))
-        except OSError:
-            return False
-        return True
+        return self._probe.run(deadline, self._peer_lost)
 
     def lost(self) -> str | None:
         return self._peer_lost() or self._agent.lost()
@@ -345,16 +265,12 @@ class P2pTarget(TargetEndpoint):
 
     @property
     def path(self) -> str:
-        if not self._is_one_host:
-            return "ucx (network)"
-        if self._rate_bytes_per_s >= _FLOOR_BYTES_PER_S and self._can_read_process:
-            return "ucx (shared memory, cma)"
-        return "ucx (shared memory or tcp, by messages)"
+        return self._probe.path
 
     def close(self) -> None:
         self._closed.set()
         self._agent.close()
         self._landing.close()
-        for memory in (self._landing_ring, self._scratch):
+        for memory in (self._landing_ring, self._probe):
             if memory is not None:
                 memory.close()

@@ -16,7 +16,8 @@ from weightsync.faults import reach
 from weightsync.memory import PAGE_BYTES, merge_spans
 from weightsync.transports.base import Descriptor, DirectSource, DirectTarget, PreparedRead, Table
 from weightsync.transports.link import Inbox, Link, check_fields
-from weightsync.transports.nixl_agent import Agent, Span, Transfer
+from weightsync.transports.nixl_agent import Agent
+from weightsync.transports.nixl_binding import Span, Transfer
 from weightsync.transports.nixl_reads import Reads, reads_of
 from weightsync.transports.published import EpochBoard
 from weightsync.transports.reads import (

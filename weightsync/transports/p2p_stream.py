@@ -35,7 +35,8 @@ from weightsync.transports.base import RingOptions, SlotHeader
 from weightsync.transports.channel import Channel
 from weightsync.transports.frames import Frame, close_fds
 from weightsync.transports.link import check_fields
-from weightsync.transports.nixl_agent import Agent, Span, Transfer
+from weightsync.transports.nixl_agent import Agent
+from weightsync.transports.nixl_binding import Span, Transfer
 from weightsync.transports.nixl_reads import Reads
 from weightsync.transports.p2p_direct import unpack_bytes
 from weightsync.transports.ring import ring_bytes, stride_bytes
