@@ -58,7 +58,7 @@ from weightsync.transports.ring import (
 from weightsync.types import PROTOCOL_VERSION, Contract
 
 _DESCRIPTOR_FIELDS: Final = {"schema": int, "transport": str, "endpoint": str, "pid": int}
-#: Measured on two Xeon cores (2.1 GHz, virtual): one copy is bound by memory.
+#: Not measured: a copy within one process, of which only the order of magnitude matters here.
 _COSTS: Final = CostConstants(op_s=0.1e-6, bytes_per_s=8e9)
 
 
