@@ -12,7 +12,9 @@
 #include <system_error>
 #include <vector>
 
+#include "weightsync/memory.hpp"
 #include "weightsync/parallel.hpp"
+#include "weightsync/stream.hpp"
 
 namespace weightsync {
 namespace {
@@ -21,6 +23,17 @@ namespace {
 constexpr std::int64_t kMaxCallBytes = std::int64_t{4} << 20;
 constexpr std::int64_t kMinGrainBytes = std::int64_t{256} << 10;
 constexpr std::size_t kMaxCallRuns = IOV_MAX;
+
+// The kernel stores what it reads with ordinary stores, which first fetch every line of the target
+// from memory. A large read therefore goes through a buffer that stays in the second-level cache,
+// and from there past the cache: on two Zen 3 cores 6.3 instead of 5.6 GB/s.
+constexpr std::int64_t kBounceBytes = std::int64_t{512} << 10;
+
+// One a thread; threads live for one call, so it is gone after it.
+char* bounce_buffer() {
+    thread_local std::vector<char> buffer(static_cast<std::size_t>(kBounceBytes));
+    return buffer.data();
+}
 
 std::string hex(const void* ptr) {
     char text[32];
@@ -31,7 +44,8 @@ std::string hex(const void* ptr) {
 // The runs of one system call.
 class ReadBatch {
   public:
-    explicit ReadBatch(pid_t pid) : pid_(pid) {
+    // `bounce` is kBounceBytes of memory to read through, or null to read into the targets.
+    ReadBatch(pid_t pid, char* bounce) : pid_(pid), bounce_(bounce) {
         source_.reserve(kMaxCallRuns);
         target_.reserve(kMaxCallRuns);
     }
@@ -47,20 +61,14 @@ class ReadBatch {
 
     // Reads everything added since the last flush and returns its bytes.
     std::int64_t flush() {
-        iovec* source = source_.data();
-        iovec* target = target_.data();
-        std::int64_t left = num_bytes_;
-        while (left > 0) {
-            const ssize_t done = process_vm_readv(
-                pid_, target, static_cast<unsigned long>(target_.data() + target_.size() - target),
-                source, static_cast<unsigned long>(source_.data() + source_.size() - source), 0);
-            if (done < 0 && errno == EINTR) continue;
-            if (done <= 0) fail(done < 0 ? errno : EFAULT, *source, *target);
-            source = advanced(source, static_cast<std::size_t>(done));
-            target = advanced(target, static_cast<std::size_t>(done));
-            left -= done;
-        }
         const std::int64_t flushed = num_bytes_;
+        if (bounce_ != nullptr && flushed <= kBounceBytes) {
+            iovec through{bounce_, static_cast<std::size_t>(flushed)};
+            read_into(&through, 1);
+            store_from_bounce();
+        } else {
+            read_into(target_.data(), target_.size());
+        }
         source_.clear();
         target_.clear();
         num_bytes_ = 0;
@@ -68,6 +76,34 @@ class ReadBatch {
     }
 
   private:
+    // Reads num_bytes_ from the sources into these entries, which are used up.
+    void read_into(iovec* target, std::size_t num_targets) {
+        iovec* const target_end = target + num_targets;
+        iovec* source = source_.data();
+        std::int64_t left = num_bytes_;
+        while (left > 0) {
+            const ssize_t done =
+                process_vm_readv(pid_, target, static_cast<unsigned long>(target_end - target),
+                                 source, static_cast<unsigned long>(source_end() - source), 0);
+            if (done < 0 && errno == EINTR) continue;
+            if (done <= 0) fail(done < 0 ? errno : EFAULT, *source, *target);
+            source = advanced(source, static_cast<std::size_t>(done));
+            target = advanced(target, static_cast<std::size_t>(done));
+            left -= done;
+        }
+    }
+
+    void store_from_bounce() const {
+        const char* from = bounce_;
+        for (const iovec& run : target_) {
+            stream_kernel().copy(run.iov_base, from, run.iov_len, nullptr);
+            from += run.iov_len;
+        }
+        stream_fence();
+    }
+
+    iovec* source_end() { return source_.data() + source_.size(); }
+
     static void append(std::vector<iovec>& runs, std::int64_t ptr, std::int64_t num_bytes) {
         auto* base = reinterpret_cast<char*>(ptr);
         if (!runs.empty() &&
@@ -99,6 +135,7 @@ class ReadBatch {
     }
 
     pid_t pid_;
+    char* bounce_;
     std::vector<iovec> source_;
     std::vector<iovec> target_;
     std::int64_t num_bytes_ = 0;
@@ -144,12 +181,14 @@ std::int64_t read_process_segments(pid_t pid, const Segment* segments, std::int6
                                    int num_threads, const CallControl& control) {
     validate_read(pid, segments, num_segments);
     const WorkAxis axis(num_segments, [&](std::int64_t i) { return segments[i].source_bytes(); });
+    const bool is_streamed = axis.total() >= streaming_threshold_bytes();
     const std::int64_t grain =
-        std::clamp(axis.total() / (std::max(num_threads, 1) * 8), kMinGrainBytes, kMaxCallBytes);
+        std::clamp(axis.total() / (std::max(num_threads, 1) * 8), kMinGrainBytes,
+                   is_streamed ? kBounceBytes : kMaxCallBytes);
     std::atomic<std::int64_t> total{0};
     axis.run(num_threads, grain, [&](std::int64_t begin, std::int64_t end) {
         if (control.is_cancelled()) return false;
-        ReadBatch batch(pid);
+        ReadBatch batch(pid, is_streamed ? bounce_buffer() : nullptr);
         std::int64_t num_bytes = 0;
         axis.for_range(begin, end, [&](std::int64_t i, std::int64_t from, std::int64_t to) {
             num_bytes += add_runs(batch, segments[i], from, to);
