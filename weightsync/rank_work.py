@@ -172,6 +172,8 @@ class RankWork:
     def add_plan(self, plan: RefitPlan, source: Layout) -> None:
         """Accept a plan after checking it against both layouts."""
         check_plan(plan, source, self.layout)
+        # The newest last, as the sender counts: both sides must forget the same one first.
+        self.plans.pop(plan.digest, None)
         self.plans[plan.digest] = plan
         self._sources[plan.digest] = source
         while len(self.plans) > _NUM_KEPT:
@@ -314,6 +316,8 @@ class RankWork:
     ) -> None:
         if self.endpoint is None:
             raise PeerLostError("the transport of this run is not attached; connect again")
+        if not any(t.target_rank == self._rank for t in plan.transfers):
+            return  # nobody fills a slot for this rank
         stream = self.endpoint.stream(deadline)
         stream.begin_move(opened.spec.session_id)
         while True:
@@ -403,6 +407,8 @@ class RankWork:
                 self._place_staged(opened)
         self._write_opaque(opened)
         self._adapter.commit(Version(spec.run_id, spec.version))
+        if spec.pause_mode is not PauseMode.IN_PLACE:  # which keeps what requests have computed
+            self._adapter.flush_cache()
         self._check_fingerprint("after an update")
         if spec.verify is VerifyMode.READ_BACK:
             with opened.stats.timed("read_back"):
@@ -459,17 +465,23 @@ class RankWork:
 
     def _do_discard(self, job: StartJob, token: CancelToken) -> None:
         reach("engine.discard")
+        taint = job.taint
         try:
             if self._open is not None:
                 self._adapter.abort()
-                self._call_on_abort(job.spec)
+        except BaseException as error:
+            taint = taint or f"an update could not be given up: {error}"
+            raise
         finally:
-            if job.taint is not None:
-                self._adapter.refuse(job.taint)
+            if taint is not None:  # before a step can start
+                self._adapter.refuse(taint)
+            self._call_on_abort(job.spec)
             self._unpause()
             self._open = None
 
     def _call_on_abort(self, spec: SessionSpec) -> None:
+        if self._open is None:
+            return
         try:
             self._hooks.on_abort(spec)
         except Exception:  # fencing must not depend on foreign code

@@ -8,6 +8,7 @@ they say. *Jobs* on bytes run one at a time on a thread of their own, or inside 
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import os
 import queue
@@ -29,6 +30,7 @@ from weightsync.errors import (
     BusyError,
     ConfigError,
     EpochError,
+    PeerLostError,
     ProtocolError,
 )
 from weightsync.faults import reach
@@ -80,8 +82,12 @@ from weightsync.session_rank import RankState, start_rank, step_rank
 from weightsync.transports import get_transport
 from weightsync.types import Availability, Contract, PauseMode, Placement, VerifyMode
 
+_LOG = logging.getLogger(__name__)
+
 _TICK_S = 0.1
 _LEADER_LEASE_S = math.inf  # rank 0 and its leader live and die together
+#: The longest that one request holds a thread, whatever it asks for.
+_MAX_WAIT_S = 60.0
 
 
 class JobsBy(Enum):
@@ -126,7 +132,9 @@ class Receiver:
         self._numbers = itertools.count(1)
         self._token_of_job: CancelToken | None = None
         self._attach_lock = threading.Lock()
-        self._endpoint_run = ""  # the run that the attached endpoint belongs to
+        self._endpoint_run: str | None = None  # whose handshake the attached endpoint belongs to
+        self._num_connects = 0
+        self._endpoint_connect = 0  # and the handshake it was attached after
         self._server: ControlServer | None = None
         self._threads: list[threading.Thread] = []
         self._closed = False
@@ -211,6 +219,10 @@ class Receiver:
 
     def handle(self, request: Request) -> Mapping[str, Any]:
         """Answer one control request; raises what the caller should see."""
+        if self._closed:
+            raise PeerLostError("the receiver of this engine was closed")
+        if not self._threads:
+            raise ConfigError("the receiver of this engine is not started; call start() or poll()")
         match request:
             case StatusRequest():
                 return self._status(request.session_id)
@@ -225,6 +237,9 @@ class Receiver:
                 return self._digest(request)
             case ConnectRequest():
                 answer = self._ask(request, 10.0)
+                if "epoch" not in answer:
+                    raise BusyError("the engine's session thread did not answer; try again")
+                self._num_connects += 1
                 return {**answer, **self._description()}
             case _:
                 answer = self._ask(request, request.wait_s)
@@ -240,7 +255,7 @@ class Receiver:
         self._answers[number] = future
         self._events.put(event)
         try:
-            return future.result(timeout=max(0.0, wait_s))
+            return future.result(timeout=min(max(0.0, wait_s), _MAX_WAIT_S))
         except FutureTimeout:
             return {"pending": True, "phase": self._leader.phase.value}
         finally:
@@ -297,11 +312,15 @@ class Receiver:
             deadline = Deadline(request.timeout_s, peer=peer, stage="attach")
             reach("engine.attach")
             self._work.set_endpoint(None)
-            self._endpoint_run = request.run_id
+            self._endpoint_run, self._endpoint_connect = request.run_id, self._num_connects
             transport = get_transport(request.transport)
             endpoint = transport.open_target(request.descriptor, deadline)
-            direct = endpoint.probe_direct(deadline)
-            stream = transport.capabilities().contracts.get(Contract.STREAM)
+            try:
+                direct = endpoint.probe_direct(deadline)
+                stream = transport.capabilities().contracts.get(Contract.STREAM)
+            except BaseException:
+                endpoint.close()
+                raise
             self._work.set_endpoint(endpoint)
         reach("engine.attached")
         return {
@@ -311,6 +330,15 @@ class Receiver:
             },
             "path": endpoint.path,
         }
+
+    def _wait_for_idle(self, deadline: Deadline) -> None:
+        """A session that is ending is waited for; one that goes on keeps its transport."""
+        pace = threading.Event()
+        while (phase := self._leader.phase) is not Phase.IDLE:
+            if phase not in (Phase.ABORTING, Phase.PLACING, Phase.RESUMING):
+                raise BusyError("a session is open; a transport is attached between sessions")
+            deadline.check()
+            pace.wait(deadline.slice_s(0.01))
 
     def _add_plan(self, request: PlanRequest) -> dict[str, Any]:
         self._hold(request.run_id)
@@ -332,7 +360,7 @@ class Receiver:
 
         self._jobs.put(compute)
         try:
-            found = future.result(timeout=request.wait_s)
+            found = future.result(timeout=min(max(0.0, request.wait_s), _MAX_WAIT_S))
         except FutureTimeout:
             raise BusyError(
                 f"the engine did not come to a step boundary within {request.wait_s:.1f} s"
@@ -340,12 +368,13 @@ class Receiver:
         return {"digests": {n: f"{d:016x}" for n, d in found.items()}}
 
     def _stats(self) -> dict[str, Any]:
-        stats = self._work.stats
+        stats, endpoint = self._work.stats, self._work.endpoint
         return {
             "phases": dict(stats.phases),
             "buckets": stats.buckets,
             "num_bytes": stats.num_bytes,
             "pause_s": stats.pause_s,
+            "path": "" if endpoint is None else endpoint.path,
         }
 
     # --- session thread -------------------------------------------------------------------------------
@@ -368,6 +397,8 @@ class Receiver:
                 self._feed(Tick())
 
     def _feed(self, event: Any) -> None:
+        if isinstance(event, Connect):
+            self._start_over(event.run_id)
         actions: deque[Any] = deque()
         now_s = time.monotonic()
         if isinstance(event, JobDone | Tick) and self._rank is not None:
@@ -398,12 +429,18 @@ class Receiver:
                 case Answer():
                     self._answer(action)
                 case Refuse():
-                    self._adapter.refuse(action.reason)
+                    self._refuse(action.reason)
                 case CancelJob():
                     if self._token_of_job is not None:
                         self._token_of_job.cancel("the session is being given up")
                 case StartJob():
                     self._queue_job(action)
+
+    def _refuse(self, reason: str | None) -> None:
+        try:
+            self._adapter.refuse(reason)
+        except Exception:  # foreign code must not end the session thread
+            _LOG.exception("the adapter could not refuse (%s)", reason)
 
     def _answer(self, action: Answer) -> None:
         future = self._answers.get(action.request)
@@ -418,23 +455,34 @@ class Receiver:
         token = self._token_of_job = CancelToken()
         self._jobs.put(lambda: self._events.put(self._work.run(action, token)))
 
+    def _start_over(self, run_id: str) -> None:
+        """A run that connects again has given up what it had here: its session, and its transport,
+        whose end must not count against the new one."""
+        if self._endpoint_run == run_id:
+            self._feed(RunLost(run_id, f"trainer run {run_id!r} connected again"))
+            self._endpoint_run = None
+
     def _watch_peer(self) -> None:
         """A trainer whose process ended need not be waited for."""
-        endpoint, run_id = self._work.endpoint, self._endpoint_run
+        if not self._attach_lock.acquire(blocking=False):
+            return  # one endpoint is being replaced by another
+        try:
+            self._watch_endpoint(self._endpoint_run)
+        finally:
+            self._attach_lock.release()
+
+    def _watch_endpoint(self, run_id: str | None) -> None:
+        endpoint = self._work.endpoint
         if endpoint is None:
             return
         lost = endpoint.lost()
-        if lost is not None:
+        if lost is not None and run_id is not None:
             self._feed(RunLost(run_id, lost))  # of that run only: another may have come since
         run = self._leader.run
         is_over = run is None or run.run_id != run_id
         is_quiet = self._rank is not None and self._rank.running is None
-        if is_over and is_quiet and self._attach_lock.acquire(blocking=False):
-            try:
-                if self._work.endpoint is endpoint:  # and not one attached meanwhile
-                    self._work.set_endpoint(None)
-            finally:
-                self._attach_lock.release()
+        if is_over and is_quiet:
+            self._work.set_endpoint(None)
 
     # --- job thread -----------------------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ from weightsync.manifest import Manifest
 from weightsync.naming import Rule, RuledTensors, apply_rules
 from weightsync.options import SenderOptions, resolve_options
 from weightsync.report import EngineReport, UpdateReport
-from weightsync.sources import ModuleSource, chunks, resolve_bucket
+from weightsync.sources import ModuleSource, chunks, pairs, resolve_bucket
 from weightsync.tensors import LocalTensors, local_tensors
 from weightsync.transports import get_transport
 from weightsync.types import Contract, Outcome, RegionKind, TensorMeta
@@ -52,6 +52,7 @@ class _Session:
     contract: Contract | None = None
     stats: Mapping[str, Any] = field(default_factory=dict)
     digest_s: float = 0.0
+    token: CancelToken = field(default_factory=CancelToken)  # one engine's failure stops its own
 
 
 class Sender:
@@ -76,10 +77,15 @@ class Sender:
         self._digest_tables: dict[str, tuple[tuple[int, ...], DigestTable]] = {}
         self._closed = threading.Event()
         self._pool = ThreadPoolExecutor(max(1, len(self._links)), "weightsync-sender")
-        self._heart = threading.Thread(
-            target=self._heartbeat_loop, name="weightsync-heartbeat", daemon=True
-        )
-        self._heart.start()
+        # One thread a link: an engine that does not answer must not cost another its lease.
+        self._hearts = [
+            threading.Thread(
+                target=self._heartbeat_loop, args=(link,), name="weightsync-heartbeat", daemon=True
+            )
+            for link in self._links
+        ]
+        for heart in self._hearts:
+            heart.start()
 
     @classmethod
     def connect(
@@ -135,6 +141,8 @@ class Sender:
             raise ConfigError(f"version {version!r} must be an integer >= 0")
         if self._closed.is_set():
             raise ConfigError("the sender is closed")
+        if isinstance(scope, str | bytes) or not isinstance(scope, Iterable | None):
+            raise ConfigError(f"scope {scope!r} must be a list of names, or None for everything")
         return Update(self, version, None if scope is None else list(scope))
 
     def status(self) -> list[dict[str, Any]]:
@@ -163,8 +171,8 @@ class Sender:
         for link in self._links:
             link.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
-        if threading.current_thread() is not self._heart:
-            self._heart.join(timeout=5.0)
+        for heart in self._hearts:
+            heart.join(timeout=5.0)
 
     def __enter__(self) -> Sender:
         return self
@@ -172,11 +180,10 @@ class Sender:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _heartbeat_loop(self) -> None:
+    def _heartbeat_loop(self, link: EngineLink) -> None:
         while not self._closed.wait(self.options.lease_s / 3):
-            for link in self._links:
-                if not link.is_broken and not self._closed.is_set():
-                    link.heartbeat()
+            if not link.is_broken:
+                link.heartbeat()
 
     def _on_each(self, items: Sequence[Any], act: Callable[[Any], None]) -> None:
         """``act`` on every item, in parallel when there are several; raises the first error."""
@@ -217,7 +224,6 @@ class Update:
         self.version = version
         self._scope = scope
         self._sessions: list[_Session] = []
-        self._token = CancelToken()
         self._num_moves = 0
         self._dropped: dict[str, str] = {}
         self._start_s = 0.0
@@ -275,7 +281,9 @@ class Update:
             raise SessionError("send is only possible inside `with sender.update(...)`")
         for tensors, dropped in self._collect(source):
             self._dropped.update(dropped)
-            self._move(tensors)
+            if tensors.layout.tensors:  # a part of which the rules left nothing is no move
+                self._move(tensors)
+            del tensors
 
     def _collect(self, source: Any) -> Iterator[tuple[LocalTensors, Mapping[str, str]]]:
         sender = self._sender
@@ -285,12 +293,13 @@ class Update:
             return
         if hasattr(source, "items") or isinstance(source, list | tuple):
             named = source.items() if hasattr(source, "items") else source
-            ruled: RuledTensors = apply_rules(named, rules or ())
+            ruled: RuledTensors = apply_rules(pairs(named), rules or ())
             yield local_tensors(ruled.named, cast=cast), ruled.dropped
             return
         for ruled in chunks(source, rules or (), sender.options.bucket_bytes):
             gathered = local_tensors(ruled.named, cast=cast, kind=RegionKind.TEMPORARY)
             yield gathered, ruled.dropped
+            del gathered, ruled  # before the next part is gathered
 
     def _move(self, tensors: LocalTensors) -> None:
         move_id = self._num_moves
@@ -299,7 +308,7 @@ class Update:
         def act(session: _Session) -> None:
             bound = session.link.plan(tensors)
             self._begin(session)
-            session.link.move(session.session_id, move_id, bound, tensors, self._token)
+            session.link.move(session.session_id, move_id, bound, tensors, session.token)
             reach("trainer.moved")
             start_s = time.perf_counter()
             session.digests |= self._sender._digest(bound, tensors)
@@ -324,8 +333,8 @@ class Update:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self._sender._update = None
         if error is not None:
-            self._token.cancel(f"the update was left by {type(error).__name__}")
             for session in self._sessions:
+                session.token.cancel(f"the update was left by {type(error).__name__}")
                 session.error = session.error or SessionError(
                     f"left by {type(error).__name__}: {error}"
                 )
@@ -336,14 +345,16 @@ class Update:
             self._on_sessions(self._prepare_and_commit)
         self._finish()
 
-        failed = [s for s in self._sessions if s.error is not None]
-        if failed and self.report is not None:
-            first = failed[0].error
-            raise UpdateFailedError(
-                f"version {self.version}: {len(failed)} of {len(self._sessions)} engines did not "
-                f"commit; {failed[0].link.peer}: {first}",
-                self.report,
-            ) from first
+        if self.report is None or self.report.is_committed:
+            return  # also where only the answer to a commit was lost
+        ended = zip(self._sessions, self.report.engines, strict=True)
+        failed = [s for s, engine in ended if engine.outcome is not Outcome.COMMITTED]
+        first = failed[0].error
+        raise UpdateFailedError(
+            f"version {self.version}: {len(failed)} of {len(self._sessions)} engines did not "
+            f"commit; {failed[0].link.peer}: {first}",
+            self.report,
+        ) from first
 
     def _prepare_and_commit(self, session: _Session) -> None:
         if not session.is_begun:
@@ -399,7 +410,7 @@ class Update:
             num_tensors=len(session.metas),
             num_bytes=session.num_bytes,
             contract=session.contract,
-            path=link.path,
+            path=str(session.stats.get("path") or link.path),
             phases=phases,
             pause_s=float(session.stats.get("pause_s", 0.0)),
             root=manifest.root if session.digests else "",

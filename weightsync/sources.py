@@ -49,18 +49,26 @@ class ModuleSource:
         return self._kept
 
 
+def pairs(named: Any) -> Iterator[tuple[str, Any]]:
+    """Each (name, tensor) of a source, checked. Raises :class:`ConfigError`."""
+    hint = "give a module, a mapping or an iterable of (name, tensor) pairs"
+    if not isinstance(named, Iterable):
+        raise ConfigError(f"{type(named).__name__} cannot be sent; {hint}")
+    for item in named:
+        if not (isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)):
+            raise ConfigError(
+                f"a source yields (name, tensor) pairs, got {type(item).__name__}; {hint}"
+            )
+        yield item
+
+
 def chunks(
     named: Iterable[tuple[str, Any]], rules: Sequence[Rule], bucket_bytes: int
 ) -> Iterator[RuledTensors]:
     """Gather a generator's tensors, about one bucket at a time, so that few are alive at once."""
     gathered = RuledTensors([], {})
     size = 0
-    for item in named:
-        if not (isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)):
-            raise ConfigError(
-                f"a source yields (name, tensor) pairs, got {type(item).__name__}; give a module, a "
-                "mapping or an iterable of pairs"
-            )
+    for item in pairs(named):
         ruled = apply_rules([item], rules)
         gathered.dropped.update(ruled.dropped)
         for name, tensor in ruled.named:
