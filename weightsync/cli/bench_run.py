@@ -59,7 +59,6 @@ class Measured:
     num_threads: int = 1
     trainer_extra_bytes: int = 0
     engine_extra_bytes: int = 0
-    path: str = ""
     is_verified: bool = True
     num_tensors: int = 0
     total_bytes: int = 0
@@ -102,7 +101,7 @@ def _measure(
         "change", mask=mask_of(0)
     )  # its own pages, not the file's, before memory is watched
     connected = trainer.call("connect", url=url, options=options)
-    measured.connect_s, measured.path = connected["connect_s"], connected["path"]
+    measured.connect_s = connected["connect_s"]
 
     # The first refit pays for plan, registration and staging memory.
     measured.first = _refit(trainer, engine, measured, version=1, is_sampled=False)
@@ -210,7 +209,7 @@ def summarise(settings: BenchSettings, choice: ModelChoice, measured: Measured) 
         "bucket_bytes": _bucket_bytes(settings),
         "placement": settings.placement,
         "contract": measured.refits[-1]["contract"],
-        "path": measured.path,
+        "path": measured.refits[-1]["path"],
         "repeat": settings.repeat,
         "seconds": {"median": median_s, "min": min(seconds), "p99": _percentile(seconds, 0.99)},
         "phases": _phases(measured),

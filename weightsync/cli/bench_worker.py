@@ -88,7 +88,7 @@ class TrainerWorker(_Worker):
             self._sender.close()
         start_s = time.perf_counter()
         self._sender = Sender.connect([url], **options)
-        return {"connect_s": time.perf_counter() - start_s, "path": self._sender._links[0].path}
+        return {"connect_s": time.perf_counter() - start_s}
 
     def change(self, mask: int) -> dict[str, Any]:
         change_all(self.module, mask)
