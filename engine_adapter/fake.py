@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from engine_adapter.tensors import TensorEngine
+from engine_adapter.base import Fingerprint
+from engine_adapter.tensors import TensorEngine, fingerprint_of
 from weightsync.deadline import Deadline
 from weightsync.digest import digest_tensors
 from weightsync.errors import WeightSyncError
 from weightsync.session import SessionSpec, Version
+from weightsync.tensors import view_of
 from weightsync.types import PauseMode
 
 Array = npt.NDArray[Any]
@@ -31,6 +33,10 @@ class FakeEngine(TensorEngine):
         self.fail_in = fail_in
         self.calls: list[str] = []
         super().__init__(self.weights.items(), opaque)
+
+    def fingerprint(self) -> Mapping[str, Fingerprint]:
+        """Of what the engine holds *now*: an array that was replaced shows."""
+        return {name: fingerprint_of(view_of(w, name)) for name, w in self.weights.items()}
 
     def generate(self) -> tuple[int | None, dict[str, int]]:
         """(version label, digest of each weight) as seen in one step."""

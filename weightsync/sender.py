@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from weightsync import config
 from weightsync.binding import source_parts
@@ -19,6 +19,7 @@ from weightsync.deadline import CancelToken
 from weightsync.digest import DigestTable
 from weightsync.errors import (
     ConfigError,
+    EpochError,
     MissingNameError,
     SessionError,
     UpdateFailedError,
@@ -34,6 +35,8 @@ from weightsync.sources import ModuleSource, chunks, pairs, resolve_bucket
 from weightsync.tensors import LocalTensors, local_tensors
 from weightsync.transports import get_transport
 from weightsync.types import Contract, Outcome, RegionKind, TensorMeta
+
+P = TypeVar("P")
 
 
 @dataclass
@@ -306,8 +309,7 @@ class Update:
         self._num_moves += 1
 
         def act(session: _Session) -> None:
-            bound = session.link.plan(tensors)
-            self._begin(session)
+            bound = self._ready(session, lambda: session.link.plan(tensors))
             session.link.move(session.session_id, move_id, bound, tensors, session.token)
             reach("trainer.moved")
             start_s = time.perf_counter()
@@ -319,6 +321,21 @@ class Update:
             session.contract = bound.plan.contract
 
         self._on_sessions(act)
+
+    def _ready(self, session: _Session, make_plan: Callable[[], P]) -> P:
+        """What to move, in an open session. An engine that let this run go since the last update
+        (its lease ran out, or it was restarted) is connected again."""
+        if session.is_begun:
+            return make_plan()
+        try:
+            plan = make_plan()
+            self._begin(session)
+        except EpochError:
+            session.link.connect()
+            session.session_id, session.is_begun = new_session_id(), False
+            plan = make_plan()
+            self._begin(session)
+        return plan
 
     def _begin(self, session: _Session) -> None:
         if session.is_begun:
@@ -360,7 +377,8 @@ class Update:
         if not session.is_begun:
             if self._scope is None or self._scope:
                 raise MissingNameError("nothing was sent; call update.send(...) before leaving")
-            self._begin(session)  # a round in which nobody has anything still ends its session
+            # A round in which nobody has anything still ends its session.
+            self._ready(session, lambda: None)
         manifest = Manifest(tuple(session.metas), session.digests, session.aliases)
         reach("trainer.prepare")
         session.link.prepare(session.session_id, manifest.to_json())
