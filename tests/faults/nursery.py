@@ -81,11 +81,11 @@ class Nursery:
                 pass_fds=[theirs.fileno()],
             )
 
-    def fork(self, function: str, fault: str | None) -> Child:
-        """A process that runs ``function`` ("module:name"), armed with ``fault``."""
+    def fork(self, function: str, env: Mapping[str, str]) -> Child:
+        """A process that runs ``function`` ("module:name")."""
         read_in, write_in = os.pipe()
         read_out, write_out = os.pipe()
-        order = {"function": function, "env": {} if fault is None else {"WEIGHTSYNC_FAULT": fault}}
+        order = {"function": function, "env": dict(env)}
         socket.send_fds(self._socket, [json.dumps(order).encode()], [read_in, write_out])
         os.close(read_in)
         os.close(write_out)
@@ -112,13 +112,19 @@ class Brood:
         self._nursery = nursery
         self._children: list[Child] = []
 
-    def start(self, function: str, fault: str | None = None, transport: str = "ipc") -> Child:
+    def start(
+        self,
+        function: str,
+        fault: str | None = None,
+        transport: str = "ipc",
+        env: Mapping[str, str] | None = None,
+    ) -> Child:
         """A process that runs ``function``, armed with ``fault``. What NIXL will run in is not forked."""
+        wanted = {**(env or {}), **({} if fault is None else {"WEIGHTSYNC_FAULT": fault})}
         if transport == "p2p":
-            fault_env = {} if fault is None else {"WEIGHTSYNC_FAULT": fault}
-            child = Child(function, {**_ENV, **fault_env})
+            child = Child(function, {**_ENV, **wanted})
         else:
-            child = self._nursery.fork(function, fault)
+            child = self._nursery.fork(function, wanted)
         self._children.append(child)
         return child
 

@@ -41,12 +41,12 @@ BY_LEASE = {"trainer.connected"}
 #: Points without a row: what happens there is what happens at a neighbour that has one.
 WITHOUT_ROW = {
     "stream.submitted": "as stream.submit, or as trainer.bucket",
-    "stream.reset": "after an unclean end only; test_left_behind ends a process there",
+    "stream.reset": "after an unclean end on a whole channel; as stream.acquire",
     "stream.release": "as engine.bucket",
     "direct.withdraw": "a sender does not withdraw while it is connected",
     "trainer.bucket": "as stream.flush, or as stream.acquire",
     "engine.move": "as direct.open and stream.receive",
-    "engine.discard": "the trainer is gone already; test_left_behind ends a process there",
+    "engine.discard": "on the way to an abort; its test stands below",
 }
 #: Once more by NIXL, which has threads and memory of its own.
 P2P = [
@@ -271,3 +271,29 @@ def check_outcome(case: Case, report: UpdateReport | None) -> None:
     assert [e.outcome for e in report.engines] == [outcome]
     assert report.engines[0].version is None
     assert not report.is_committed
+
+
+@pytest.mark.parametrize("placement", ["staged", "in_place"])
+def test_the_engine_ends_while_it_gives_an_update_up(placement: str, brood: Brood) -> None:
+    case = Case("engine.discard", "direct", placement)
+    old, fatal, later = (next(VERSIONS) for _ in range(3))
+    dying, url = start_engine(brood, case, 0)
+    trainer = Trainer(url, case)
+    try:
+        trainer.send(old)
+        ask(dying, "arm", "engine.discard=kill")
+        fill(trainer.source, fatal)
+        trainer.update = trainer.sender.update(version=fatal)
+        trainer.update.__enter__()
+        trainer.update.send(trainer.source)
+        reason = ZeroDivisionError("of the user's own")
+        trainer.update.__exit__(ZeroDivisionError, reason, None)
+        assert dying.wait(LIMIT_S) == -signal.SIGKILL
+        check_outcome(case, trainer.update.report)
+        assert str(Outcome.UNKNOWN) in "".join(reason.__notes__)
+
+        engine, _ = start_engine(brood, case, int(url.rpartition(":")[2]))
+        trainer.send(later)
+        assert ask(engine, "now") == [later, root(later), later]
+    finally:
+        trainer.close()

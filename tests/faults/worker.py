@@ -59,6 +59,14 @@ def fill(target: Mapping[str, Array], version: int) -> None:
         target[name][...] = array
 
 
+def wait_until(is_true: Callable[[], bool], limit_s: float, status: Callable[[], Any]) -> None:
+    end_s, pace = time.monotonic() + limit_s, threading.Event()
+    while not is_true():
+        if time.monotonic() > end_s:
+            raise WeightSyncError(f"not within {limit_s} s; now {status()}")
+        pace.wait(0.01)
+
+
 def root_of(digests: Mapping[str, int]) -> str:
     """One word for a whole set of weights."""
     return hashlib.sha256(repr(sorted(digests.items())).encode()).hexdigest()[:16]
@@ -91,7 +99,7 @@ class Witness:
 
     def _run(self) -> None:
         pace = threading.Event()
-        while not pace.wait(0.002):
+        while not pace.wait(0.01):
             try:
                 found = self.look()
             except TaintedError:
@@ -186,14 +194,17 @@ class EngineCommands:
 
     def settle(self, limit_s: float) -> Any:
         """Wait until no session is open and no run holds the engine; its status then."""
-        end_s, pace = time.monotonic() + limit_s, threading.Event()
-        while True:
+
+        def is_settled() -> bool:
             status = self._receiver._status(None)
-            if status["phase"] == "idle" and status["holder"] is None:
-                return status
-            if time.monotonic() > end_s:
-                raise WeightSyncError(f"the engine did not settle within {limit_s} s: {status}")
-            pace.wait(0.01)
+            return status["phase"] == "idle" and status["holder"] is None
+
+        wait_until(is_settled, limit_s, self.status)
+        return self.status()
+
+    def released(self, limit_s: float) -> None:
+        """Wait until nothing is attached any more."""
+        wait_until(lambda: self._receiver._work.endpoint is None, limit_s, self.status)
 
     def close(self) -> None:
         self._receiver.close()
