@@ -32,14 +32,18 @@ class ModuleAdapter(TensorEngine):
         ruled = module_tensors(module, rules_for(module) if rules is None else rules)
         self.dropped: Mapping[str, str] = ruled.dropped
         self._named = dict(ruled.named)
+        buffers = module.named_buffers(remove_duplicate=False)
+        self._buffers = frozenset(n for n, _ in buffers if n not in ruled.dropped)
         super().__init__(ruled.named, opaque)
 
     def fingerprint(self) -> Mapping[str, Fingerprint]:
-        """Of what the module holds *now*: a parameter that was replaced shows."""
-        return {
-            name: fingerprint_of(view_of(p.detach(), name))
-            for name, p in self.module.named_parameters()
-        }
+        """Of what the module holds *now*: a parameter or served buffer that was replaced shows."""
+        buffers = self.module.named_buffers(remove_duplicate=False)
+        held = [
+            *self.module.named_parameters(),
+            *((n, b) for n, b in buffers if n in self._buffers),
+        ]
+        return {name: fingerprint_of(view_of(t.detach(), name)) for name, t in held}
 
     def write(self, name: str, tensor: Any) -> None:
         target = self._named[name]
