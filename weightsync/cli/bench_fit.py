@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+_NOTHING = 1e-6  # of a movement
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -36,6 +38,7 @@ def fit(samples: Sequence[Sample]) -> dict[str, float | None]:
             found[kept] = solution / scale[kept]
             break
         kept.pop(int(np.argmin(solution)))
+    found[found * scale < _NOTHING * np.mean(seconds)] = 0.0  # rounding, not a cost
     costs = dict(zip(names, map(float, found), strict=True))
     byte_s = costs.pop("byte_s")
     left = seconds - rows @ found
