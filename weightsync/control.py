@@ -86,6 +86,8 @@ class HttpClient:
     def __init__(self, url: str, token: str | None) -> None:
         self._host, self._port = _host_and_port(url)
         self.peer = f"engine {self._host}:{self._port}"
+        if token is not None and not (token.isascii() and token.isprintable()):
+            raise ConfigError("a token is printable ASCII: it travels in a header")
         self._token = token
         self._local = threading.local()
         self._all: set[http.client.HTTPConnection] = set()
@@ -126,8 +128,9 @@ class HttpClient:
             connection = None
         if connection is None:
             connection = self._connect(limit_s)
-        connection.sock.until_s = until_s
-        connection.sock.settimeout(limit_s)
+        sock: Any = connection.sock
+        sock.until_s = until_s
+        sock.settimeout(limit_s)
         connection.request("POST", PATH_PREFIX + verb, body=body, headers=dict(headers))
         response = connection.getresponse()
         return response.status, response.read(MAX_BODY_BYTES)
@@ -230,7 +233,8 @@ def wait_for(
 ) -> dict[str, Any]:
     """Ask for a stage until it is over. ``make_request`` takes the seconds that the engine may wait.
 
-    The same request may be sent any number of times: the engine attaches it to the running stage.
+    The same request may be sent any number of times: the engine attaches it to the running stage. So
+    an exchange that runs out is made again, until ``limit_s``.
     """
     start_s = time.monotonic()
     while True:
@@ -238,7 +242,12 @@ def wait_for(
         if left_s <= 0:
             raise DeadlineError(client.peer, stage, limit_s, time.monotonic() - start_s)
         wait_s = min(POLL_S, left_s)
-        answer = client.call(make_request(wait_s), limit_s=min(left_s + 0.5, wait_s + _GRACE_S))
+        try:
+            answer = client.call(make_request(wait_s), limit_s=min(left_s + 0.5, wait_s + _GRACE_S))
+        except DeadlineError as error:
+            if error.__cause__ is None:
+                raise  # not the exchange ran out, but something at the engine, which says so
+            continue
         if not answer.get("pending"):
             return answer
 

@@ -19,12 +19,25 @@ from typing import Any
 import pytest
 from processes import Child, ChildEnded
 
+from engine_adapter.fake import FakeEngine
 from faults.kill_table import Case, cases, rows
 from faults.nursery import Brood
 from faults.skips import NEEDS_NIXL
-from faults.worker import BUCKET_BYTES, LIMIT_S, ask, check_seen, fill, root, weights
+from faults.worker import (
+    BUCKET_BYTES,
+    LIMIT_S,
+    OPAQUE,
+    ask,
+    check_seen,
+    fill,
+    root,
+    root_of,
+    weights,
+)
+from weightsync.digest import digest_tensors
 from weightsync.errors import DeadlineError, PeerLostError, UpdateFailedError
 from weightsync.faults import FAULT_POINTS
+from weightsync.receiver import Receiver, ReceiverHooks
 from weightsync.report import UpdateReport
 from weightsync.sender import Sender
 from weightsync.types import Outcome
@@ -297,3 +310,38 @@ def test_the_engine_ends_while_it_gives_an_update_up(placement: str, brood: Broo
         assert ask(engine, "now") == [later, root(later), later]
     finally:
         trainer.close()
+
+
+# --- in between -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("placement", ["staged", "in_place"])
+@pytest.mark.parametrize("contract", ["stream", "direct"])
+def test_nothing_is_published_before_every_byte_is_in_place(contract: str, placement: str) -> None:
+    """At each step of a commit: the label that is published, and the bytes that it stands on."""
+    published: list[tuple[str, int | None]] = []
+    engine = FakeEngine(weights(0), OPAQUE)
+    hooks = ReceiverHooks(
+        on_prepare=lambda spec: note("prepare"), on_commit=lambda spec: note("commit")
+    )
+    receiver = Receiver(engine, hooks=hooks)
+
+    def note(when: str) -> None:
+        published.append((when, receiver.version))
+
+    def resume() -> None:
+        note("resume")
+        assert root_of(digest_tensors(engine.weights.items())) == root(receiver.version or 0)
+        FakeEngine.resume(engine)
+
+    engine.resume = resume  # type: ignore[method-assign]
+    case = Case("", contract, placement)
+    with receiver:
+        trainer = Trainer(receiver.url, case)
+        try:
+            trainer.send(1)
+            published.clear()
+            trainer.send(2)
+        finally:
+            trainer.close()
+    assert published == [("prepare", 1), ("commit", 1), ("resume", 2)]

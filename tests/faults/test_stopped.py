@@ -224,6 +224,42 @@ def test_the_engine_stops_for_longer_than_the_deadlines(
         check_seen(ask(engine, "seen"), old, fatal, later)
 
 
+@pytest.mark.parametrize(
+    ("point", "contract"),
+    [("engine.open", "direct"), ("stream.received", "stream"), ("engine.prepare", "direct"),
+     ("engine.place", "stream")],
+)  # fmt: skip
+def test_an_engine_that_stands_still_for_less_than_the_deadline_is_waited_for(
+    engine: Child, monkeypatch: pytest.MonkeyPatch, point: str, contract: str
+) -> None:
+    """One exchange that runs out is not the end of a stage: it is asked for again."""
+    monkeypatch.setattr("weightsync.control.POLL_S", 0.3)
+    monkeypatch.setattr("weightsync.control._GRACE_S", 0.3)
+    url = ask(engine, "url")
+    source = weights(0)
+    with Sender.connect([url], bucket=BUCKET_BYTES, **options(contract=contract)) as sender:
+        update(sender, source, 1)
+        ask(engine, "arm", f"{point}=stop")
+        client, num_silent = sender._links[0].client, count(1)
+        call = client.call
+
+        def counted(request: Any, *, limit_s: float) -> Any:
+            try:
+                return call(request, limit_s=limit_s)
+            except DeadlineError:
+                if next(num_silent) == 2:
+                    engine.wait_stopped(LIMIT_S)
+                    engine.resume()
+                raise
+
+        monkeypatch.setattr(client, "call", counted)
+        done = update(sender, source, 2)
+        assert next(num_silent) > 2
+        assert done.report.is_committed
+        assert ask(engine, "now") == [2, root(2), 2]
+        check_seen(ask(engine, "seen"), 0, 1, 2)
+
+
 def be_impatient(patch: pytest.MonkeyPatch, sender: Sender, stage: str) -> None:
     """Short limits in the stage in which the engine will stop, long ones where it must get to it."""
     (link,) = sender._links
