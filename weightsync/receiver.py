@@ -133,8 +133,6 @@ class Receiver:
         self._token_of_job: CancelToken | None = None
         self._attach_lock = threading.Lock()
         self._endpoint_run: str | None = None  # whose handshake the attached endpoint belongs to
-        self._num_connects = 0
-        self._endpoint_connect = 0  # and the handshake it was attached after
         self._server: ControlServer | None = None
         self._threads: list[threading.Thread] = []
         self._closed = False
@@ -239,7 +237,6 @@ class Receiver:
                 answer = self._ask(request, 10.0)
                 if "epoch" not in answer:
                     raise BusyError("the engine's session thread did not answer; try again")
-                self._num_connects += 1
                 return {**answer, **self._description()}
             case _:
                 answer = self._ask(request, request.wait_s)
@@ -312,7 +309,7 @@ class Receiver:
             deadline = Deadline(request.timeout_s, peer=peer, stage="attach")
             reach("engine.attach")
             self._work.set_endpoint(None)
-            self._endpoint_run, self._endpoint_connect = request.run_id, self._num_connects
+            self._endpoint_run = request.run_id
             transport = get_transport(request.transport)
             endpoint = transport.open_target(request.descriptor, deadline)
             try:
