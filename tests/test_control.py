@@ -241,6 +241,22 @@ def test_nobody_listens() -> None:
         client.call(STATUS, limit_s=LIMIT_S)
 
 
+def test_a_connection_to_ourselves_is_nobody() -> None:
+    """The kernel may give a client the very port it asks for; whoever wants to listen must get it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    original = socket.create_connection
+
+    def same_port(address: Any, timeout: float) -> socket.socket:
+        return original(address, timeout=timeout, source_address=("127.0.0.1", port))
+
+    with client_of(f"127.0.0.1:{port}") as client, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket, "create_connection", same_port)
+        with pytest.raises(PeerLostError, match="nothing listens"):
+            client.call(STATUS, limit_s=LIMIT_S)
+
+
 def test_a_server_that_is_closed_in_between_is_lost_and_found_again(handler: Handler) -> None:
     with serve(handler) as server:
         port = server.url.rsplit(":", 1)[1]

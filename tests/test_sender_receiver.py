@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import weakref
 from collections.abc import Iterator
@@ -447,14 +448,12 @@ def test_the_same_run_may_connect_again() -> None:
 
 
 def test_an_engine_that_listens_later_is_waited_for() -> None:
-    receiver = Receiver(engine_of())
-    probe = Receiver(engine_of()).start()
-    address = probe.url.removeprefix("http://")
-    probe.close()
-    receiver._listen = address
-    with ThreadPoolExecutor(1) as pool:
+    with socket.socket() as kept, ThreadPoolExecutor(1) as pool:
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        kept.bind(("127.0.0.1", 0))  # refuses connections, and keeps the port from others
+        address = f"127.0.0.1:{kept.getsockname()[1]}"
         waiting = pool.submit(Sender.connect, [address], **OPTIONS)
-        with receiver, waiting.result(LIMIT_S) as sender:
+        with Receiver(engine_of(), listen=address), waiting.result(LIMIT_S) as sender:
             refit(sender, 1, weights(1))
 
 

@@ -138,6 +138,10 @@ class HttpClient:
     def _connect(self, limit_s: float) -> http.client.HTTPConnection:
         connection = http.client.HTTPConnection(self._host, self._port)
         plain = socket.create_connection((self._host, self._port), timeout=limit_s)
+        if plain.getsockname() == plain.getpeername():
+            # Nobody listens on that port yet, and the kernel gave it to us as our own end.
+            plain.close()
+            raise ConnectionRefusedError(f"nothing listens on port {self._port}")
         plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.sock = _TimedSocket(plain.family, plain.type, plain.proto, plain.detach())
         with self._lock:
