@@ -75,14 +75,15 @@ def change(tensors: Tensors) -> None:
         tensor.view(torch.int16).add_(1)
 
 
-def batches(tensors: Tensors) -> Iterator[list[torch.Tensor]]:
-    batch: list[torch.Tensor] = []
+def batches(tensors: Tensors) -> Iterator[Tensors]:
+    """Named tensors in order, at most BATCH_BYTES at a time (or one larger one)."""
+    batch: Tensors = {}
     size = 0
-    for tensor in tensors.values():
+    for name, tensor in tensors.items():
         if batch and size + tensor.nbytes > BATCH_BYTES:
             yield batch
-            batch, size = [], 0
-        batch.append(tensor)
+            batch, size = {}, 0
+        batch[name] = tensor
         size += tensor.nbytes
     if batch:
         yield batch
@@ -117,9 +118,10 @@ def engine_main(pipe: Connection, model: str, store: str) -> None:
 
 def receive_packed(tensors: Tensors) -> None:
     for batch in batches(tensors):
-        flat = torch.empty(sum(t.numel() for t in batch), dtype=torch.bfloat16)
+        sizes = [t.numel() for t in batch.values()]
+        flat = torch.empty(sum(sizes), dtype=torch.bfloat16)
         dist.recv(flat, src=0)
-        for tensor, part in zip(batch, flat.split([t.numel() for t in batch]), strict=True):
+        for tensor, part in zip(batch.values(), flat.split(sizes), strict=True):
             tensor.copy_(part.view(tensor.shape))
 
 
@@ -196,19 +198,15 @@ class Trainer:
         self._pipe.send("gloo packed")
         start_s = time.perf_counter()
         for batch in batches(self.tensors):
-            dist.send(torch.cat([t.flatten() for t in batch]), dst=1)
+            dist.send(torch.cat([t.flatten() for t in batch.values()]), dst=1)
         self._answer()
         return time.perf_counter() - start_s
 
     def pickled(self) -> float:
         self._pipe.send("pickled")
         start_s = time.perf_counter()
-        named = iter(self.tensors.items())
         for batch in batches(self.tensors):
-            arrays = {
-                name: t.view(torch.int16).numpy()
-                for (name, t), _ in zip(named, batch, strict=False)
-            }
+            arrays = {name: t.view(torch.int16).numpy() for name, t in batch.items()}
             self._pipe.send_bytes(pickle.dumps(arrays, protocol=5))
             self._answer()
         self._pipe.send_bytes(b"")

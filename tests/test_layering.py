@@ -31,7 +31,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
         "weightsync.codec", "weightsync.checkpoints", "weightsync.presets",
     ),
     ("weightsync.deadline", "weightsync.config", "weightsync.faults", "weightsync.types",
-     "weightsync.errors"),
+     "weightsync.errors", "weightsync.packages"),
 )  # fmt: skip
 
 #: Records of a higher level that a contract speaks of, and the door to the native core.

@@ -34,7 +34,9 @@ class SenderOptions:
     pause_mode: PauseMode = PauseMode.RETRACT
     cast: CastPolicy = CastPolicy.FP32_TO_BF16
     strict: bool = False
-    connect_timeout_s: float = 60.0  # longer than a lease: a restarted trainer waits for its old run
+    connect_timeout_s: float = (
+        60.0  # longer than a lease: a restarted trainer waits for its old run
+    )
     request_timeout_s: float = 60.0
     lease_s: float = 30.0
     deadline_s: float = 600.0

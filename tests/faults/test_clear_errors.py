@@ -111,9 +111,6 @@ def test_bench_without_nixl_says_what_to_install(runner: Runner) -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.xfail(
-    strict=False, reason="a worker of bench imports torch without saying which extra has it"
-)
 def test_bench_without_torch_says_what_to_install(runner: Runner) -> None:
     done = bench(runner, "--transport", "ipc", HIDDEN_PACKAGES="torch")
     assert done.returncode in (EXIT_USAGE, EXIT_FAILED)

@@ -24,7 +24,9 @@ from weightsync.cli.bench_model import (
 )
 from weightsync.cli.bench_process import WorkerProcess
 from weightsync.cli.bench_report import draw, table
-from weightsync.errors import IntegrityError
+from weightsync.errors import ConfigError, IntegrityError, MissingDependencyError
+from weightsync.packages import is_installed
+from weightsync.transports import get_transport
 from weightsync.types import Placement
 
 #: Names of the phases of a refit, by the names in an engine's report whose seconds add up to them.
@@ -66,6 +68,7 @@ class Measured:
 
 def run_bench(settings: BenchSettings) -> int:
     """Measure, print the table, write the files; the exit status."""
+    check_packages(settings)
     choice = choose_model(settings.model)
     check_room(choice, settings.placement, settings.bucket)
     choice = ready_checkpoint(choice)
@@ -79,6 +82,25 @@ def run_bench(settings: BenchSettings) -> int:
     if settings.plot_file is not None:
         draw(result, settings.plot_file)
     return 0 if result["verified"] else 1
+
+
+def check_packages(settings: BenchSettings) -> None:
+    """Refuse before anything is loaded, with what to install.
+
+    Raises :class:`MissingDependencyError` or :class:`ConfigError`.
+    """
+    needed = [("torch", "hf", "models are torch modules"), ("transformers", "hf", "it loads them")]
+    if settings.plot_file is not None:
+        needed.append(("matplotlib", "bench", "--plot draws with it"))
+    for package, extra, why in needed:
+        if not is_installed(package):
+            raise MissingDependencyError(package, extra, why)
+    have = get_transport(settings.transport).capabilities()
+    if not have.is_usable:
+        found = next(iter(have.contracts.values()))
+        raise ConfigError(
+            f"{settings.transport} cannot be used here: {found.reason}. To mend it: {found.remedy}"
+        )
 
 
 def _measure(

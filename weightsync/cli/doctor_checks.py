@@ -18,6 +18,7 @@ from weightsync.cli.doctor_peer import PeerProcess
 from weightsync.deadline import Deadline
 from weightsync.errors import WeightSyncError
 from weightsync.memory import HostMemory, available_bytes
+from weightsync.packages import is_installed
 from weightsync.tables import segment_rows, table
 from weightsync.transports import get_transport, transport_names
 from weightsync.transports.base import TargetEndpoint
@@ -145,10 +146,8 @@ def package_findings() -> list[Finding]:
         ("matplotlib", "bench", "bench --plot"),
     )
     found = []
-    from importlib.util import find_spec
-
     for package, extra, use in wanted:
-        if find_spec(package) is None:
+        if not is_installed(package):
             remedy = f"pip install 'weightsync[{extra}]'"
             found.append(Finding(package, Verdict.INFO, f"not installed ({use})", remedy))
         else:
