@@ -6,7 +6,7 @@ the call returns. Every call releases the interpreter lock.
 """
 
 import os
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,12 @@ except ImportError as error:
 
 if TYPE_CHECKING:
     from weightsync._native import BuildInfo
+    from weightsync.native_cuda import (
+        CopyDigestTableCuda,
+        CudaError,
+        DigestTableCuda,
+        SegmentTableCuda,
+    )
 
 __all__ = [
     "CONVERT_FP32_TO_BF16",
@@ -28,9 +34,14 @@ __all__ = [
     "DIGEST_COLUMNS",
     "SEGMENT_COLUMNS",
     "CancelFlag",
+    "CopyDigestTableCuda",
+    "CudaError",
+    "DigestTableCuda",
     "Progress",
+    "SegmentTableCuda",
     "build_info",
     "copy_segments",
+    "cuda_unavailable_reason",
     "default_num_threads",
     "digest_segments",
     "has_cuda",
@@ -84,6 +95,9 @@ CONVERT_FP32_TO_BF16: Final = 1
 """Values of the `convert` column; rounding is to nearest even and every NaN becomes 0x7FC0."""
 
 MAX_DEFAULT_THREADS: Final = 8
+
+extension: Final = _native
+"""The extension itself, for :mod:`weightsync.native_cuda` alone."""
 
 _built_columns = (_native.NUM_SEGMENT_COLUMNS, _native.NUM_DIGEST_COLUMNS)
 if _built_columns != (len(SEGMENT_COLUMNS), len(DIGEST_COLUMNS)):
@@ -155,7 +169,7 @@ def copy_segments(
     Returns the source bytes copied: all of them, or fewer if `cancel` was set. Targets must not
     overlap each other or a source. Raises ValueError for a bad table, before any byte moves.
     """
-    _check_table(table, SEGMENT_COLUMNS, "segment")
+    check_table(table, SEGMENT_COLUMNS, "segment")
     return _native.copy_segments(
         table.ctypes.data,
         table.shape[0],
@@ -179,7 +193,7 @@ def read_process_segments(
     EFAULT: an address is not mapped); what was read before stays in the targets. Raises ValueError
     for a bad table or one that converts.
     """
-    _check_table(table, SEGMENT_COLUMNS, "segment")
+    check_table(table, SEGMENT_COLUMNS, "segment")
     return _native.read_process_segments(
         pid,
         table.ctypes.data,
@@ -196,7 +210,7 @@ def digest_segments(table: Int64Array, *, num_threads: int | None = None) -> npt
     Digests of disjoint parts of a tensor add up, modulo 2^64, to the digest of the whole; a part
     may start and end at any word. Raises ValueError for a bad table.
     """
-    _check_table(table, DIGEST_COLUMNS, "digest")
+    check_table(table, DIGEST_COLUMNS, "digest")
     digests = np.zeros(table.shape[0], dtype=np.uint64)
     _native.digest_segments(
         table.ctypes.data, table.shape[0], digests.ctypes.data, _threads(num_threads)
@@ -221,16 +235,33 @@ def has_cuda() -> bool:
     return _native.has_cuda()
 
 
+def cuda_unavailable_reason() -> str | None:
+    """Why `has_cuda` is false: "built without CUDA", "no driver", "no device", or CUDA's error."""
+    return _native.cuda_unavailable_reason() or None
+
+
 def build_info() -> "BuildInfo":
-    """Compiler, the kernels picked for this CPU, and the CUDA version or None."""
-    return _native.build_info()
+    """Compiler, the kernels picked for this CPU, and the CUDA version, None if it cannot be used."""
+    info = _native.build_info()
+    info["cuda"] = _native.cuda_version() if has_cuda() else None
+    return info
+
+
+def __getattr__(name: str) -> Any:
+    """The CUDA twins, from :mod:`weightsync.native_cuda`."""
+    if name in ("CopyDigestTableCuda", "CudaError", "DigestTableCuda", "SegmentTableCuda"):
+        from weightsync import native_cuda
+
+        return getattr(native_cuda, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def _threads(num_threads: int | None) -> int:
     return default_num_threads() if num_threads is None else num_threads
 
 
-def _check_table(table: Int64Array, columns: tuple[str, ...], kind: str) -> None:
+def check_table(table: Int64Array, columns: tuple[str, ...], kind: str) -> None:
+    """Raises ValueError unless `table` has the form that native calls take."""
     if table.dtype != np.int64 or table.ndim != 2 or table.shape[1] != len(columns):
         raise ValueError(
             f"{kind} table has dtype {table.dtype} and shape {table.shape}, "
