@@ -27,8 +27,8 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     (
         "weightsync.binding", "weightsync.plan", "weightsync.bucket", "weightsync.layout",
         "weightsync.manifest", "weightsync.digest", "weightsync.tables", "weightsync.tensors",
-        "weightsync.naming", "weightsync.engine", "weightsync.memory", "weightsync.native", "weightsync.native_cuda",
-        "weightsync.codec", "weightsync.checkpoints", "weightsync.presets",
+        "weightsync.naming", "weightsync.engine", "weightsync.memory", "weightsync.native",
+        "weightsync.native_cuda", "weightsync.codec", "weightsync.checkpoints", "weightsync.presets",
     ),
     ("weightsync.deadline", "weightsync.config", "weightsync.faults", "weightsync.types",
      "weightsync.errors", "weightsync.packages"),
