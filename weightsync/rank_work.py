@@ -128,6 +128,7 @@ class _Open:
 
     spec: SessionSpec
     landing: dict[tuple[int, int], Spot]
+    pin: memoryview | None  # keeps the staging copy mapped while a job may use it
     coverage: Coverage = field(default_factory=Coverage)
     moves: list[tuple[int, RefitPlan]] = field(default_factory=list)
     manifest: Manifest | None = None
@@ -157,7 +158,7 @@ class RankWork:
         self._fingerprint = dict(adapter.fingerprint())
         self._staging: dict[Placement, tuple[StagingPlan, HostMemory | None]] = {}
         self._reads: Kept[tuple[str, str, Placement], PreparedRead] = Kept()
-        self._unpacks: Kept[tuple[str, bytes, Placement], tuple[list[Any], Table]] = Kept(1024)
+        self._unpacks: Kept[tuple[str, bytes, int, Placement], tuple[list[Any], Table]] = Kept(1024)
         self._digests: Kept[tuple[Any, ...], DigestTable] = Kept(8)
         self._places: Kept[tuple[Any, ...], Table] = Kept(8)
         self.plans: dict[str, RefitPlan] = {}
@@ -183,10 +184,10 @@ class RankWork:
     def set_endpoint(self, endpoint: TargetEndpoint | None) -> None:
         """Another peer: what was opened of the former one is worth nothing."""
         former, self.endpoint = self.endpoint, endpoint
-        self._reads.clear()
-        self._published = None
         if former is not None and former is not endpoint:
             former.close()
+        self._reads.clear()  # after that: what they hold is the endpoint's, which now is at rest
+        self._published = None
 
     def ready_staging(self, placement: Placement) -> None:
         """Make the staging memory now, so that no refit pays for it. Raises CapacityError."""
@@ -199,6 +200,7 @@ class RankWork:
         self._staging[placement] = (plan, memory)
 
     def close(self) -> None:
+        """Let go of everything; what a job still works on stays mapped for it."""
         self.set_endpoint(None)
         for _, memory in self._staging.values():
             if memory is not None:
@@ -236,7 +238,7 @@ class RankWork:
         landing = dict(self._slots) if spec.placement is Placement.IN_PLACE else {}
         if memory is not None:
             landing |= plan.spots(self.layout, memory.ptr)
-        self._open = opened = _Open(spec, landing)
+        self._open = opened = _Open(spec, landing, None if memory is None else memory.pin())
         self.stats = opened.stats
         if spec.placement is Placement.IN_PLACE:
             self._pause(opened, spec.deadline_s, token)
@@ -327,7 +329,8 @@ class RankWork:
                 continue
             start_s = time.perf_counter()
             blob = ctypes.string_at(slot.ptr + header.metadata_offset_bytes, header.metadata_bytes)
-            key = (plan.digest, blob, opened.spec.placement)
+            # With the size: words that fit one slot may point outside another.
+            key = (plan.digest, blob, header.data_bytes, opened.spec.placement)
 
             def make(blob: bytes = blob, data: int = header.data_bytes) -> tuple[list[Any], Table]:
                 cuts = decode_entries(blob, plan, data)
@@ -494,7 +497,8 @@ class RankWork:
             deadline = Deadline(30.0, peer="the engine's own loop", stage="pause")
             self._adapter.pause(PauseMode.IN_PLACE, deadline)
         try:
-            return dict(self._adapter.digest(self.layout.resolve(names, "engine")))
+            wanted = dict.fromkeys(self.layout.resolve(names, "engine"))  # tied names are one
+            return dict(self._adapter.digest(list(wanted)))
         finally:
             if not is_paused:
                 self._adapter.resume()
