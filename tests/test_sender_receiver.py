@@ -30,7 +30,7 @@ from updating import (
 )
 
 from engine_adapter.fake import FakeEngine
-from weightsync.control import HttpClient
+from weightsync.control import ControlServer, HttpClient
 from weightsync.errors import (
     BusyError,
     ConfigError,
@@ -505,6 +505,24 @@ def test_a_receiver_that_was_not_started_or_was_closed_says_so() -> None:
     receiver.close()
     with pytest.raises(ConnectionError, match="closed"):
         Sender.connect([receiver], **options)
+
+
+def test_a_trainer_may_ask_as_soon_as_the_engine_listens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Eager(ControlServer):
+        def __init__(self, listen: str, handler: Any, token: str | None) -> None:
+            super().__init__(listen, handler, token)
+            client = HttpClient(self.url, token)
+            try:
+                answers.append(client.call(StatusRequest(None), limit_s=LIMIT_S))
+            finally:
+                client.close()
+
+    answers: list[Any] = []
+    monkeypatch.setattr("weightsync.receiver.ControlServer", Eager)
+    with Receiver(engine_of()):
+        assert answers[0]["phase"] == "idle"
 
 
 @ways

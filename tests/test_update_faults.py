@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -37,10 +40,11 @@ from weightsync.errors import (
     ScopeError,
     TaintedError,
     UpdateFailedError,
+    WeightSyncError,
 )
 from weightsync.link import EngineLink
 from weightsync.messages import CommitRequest, HeartbeatRequest, PrepareRequest
-from weightsync.receiver import Receiver, ReceiverHooks
+from weightsync.receiver import JobsBy, Receiver, ReceiverHooks
 from weightsync.sender import Sender
 from weightsync.transports.loopback import Fault, LoopbackTransport
 from weightsync.types import Outcome
@@ -696,3 +700,145 @@ def test_deadline_errors_name_the_engine() -> None:
         assert receiver.url.removeprefix("http://") in str(error)
         assert "'preparing'" in only(report).detail or "prepare" in str(error)
         recovers(sender, engine, 2)
+
+
+# --- ends that come in the middle -------------------------------------------------------------------
+
+
+@placements
+def test_a_receiver_that_is_closed_within_an_update_leaves_no_pause_and_no_mix(
+    placement: str,
+) -> None:
+    engine = engine_of(0)
+    with connected(engine, placement=placement) as (sender, (receiver,)):
+        refit(sender, 1, weights(1))
+        update = sender.update(version=2)
+        update.__enter__()
+        update.send(weights(2))
+        receiver.close()
+        assert not engine.gate.is_paused
+        if placement == "staged":
+            serves(engine, 1, 1)
+        else:
+            refuses(engine, "the receiver was closed")
+        with pytest.raises(UpdateFailedError):
+            update.__exit__(None, None, None)
+
+
+@placements
+def test_a_loop_that_closes_its_receiver_within_an_update_goes_on(placement: str) -> None:
+    engine = engine_of(0)
+    receiver = Receiver(engine).start(JobsBy.POLL)
+    options = {**OPTIONS, "placement": placement}
+    with ThreadPoolExecutor(1) as pool:
+        connecting = pool.submit(Sender.connect, [receiver.url], **options)
+        with connecting.result(LIMIT_S) as sender:
+            update = sender.update(version=1)
+            update.__enter__()
+            sending = pool.submit(update.send, weights(1))
+            while not sending.done():
+                receiver.poll(0.01)
+            receiver.close()
+            assert not engine.gate.is_paused
+            if placement == "staged":
+                serves(engine, None, 0)
+            else:
+                refuses(engine)
+
+
+def test_a_receiver_is_closed_while_a_job_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weightsync.receiver._CLOSE_LIMIT_S", 0.3)
+    gate, placed, engine = Gate(), threading.Event(), engine_of(0)
+    monkeypatch.setattr(engine, "commit", lambda version: placed.set())
+    hooks = ReceiverHooks(on_commit=gate)
+    with connected(engine, hooks=hooks) as (sender, (receiver,)), ThreadPoolExecutor(1) as pool:
+        running = pool.submit(attempt, sender, 1, weights(1))
+        gate.wait()
+        receiver.close()
+        refuses(engine, "closed in the middle of an update")
+        gate.opened.set()
+        assert placed.wait(LIMIT_S)
+        refuses(engine, "closed in the middle of an update")
+        report, _ = running.result(LIMIT_S)
+        assert only(report).outcome is UNKNOWN
+
+
+def test_a_caller_in_this_process_hears_that_the_receiver_was_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("weightsync.receiver._CLOSE_LIMIT_S", 0.3)
+    gate, engine = Gate(), engine_of(0)
+    with (
+        Receiver(engine, hooks=ReceiverHooks(on_commit=gate)) as receiver,
+        Sender.connect([receiver], **OPTIONS) as sender,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        running = pool.submit(attempt, sender, 1, weights(1))
+        gate.wait()
+        receiver.close()
+        report, error = running.result(LIMIT_S)
+        gate.opened.set()
+        assert isinstance(error, UpdateFailedError)
+        assert isinstance(error.__cause__, PeerLostError)
+        assert only(report).outcome is UNKNOWN
+
+
+def test_the_next_trainer_waits_for_what_is_being_given_up() -> None:
+    gate, engine = Gate(), engine_of(0)
+    with Receiver(engine, hooks=ReceiverHooks(on_abort=gate)) as receiver:
+        first = Sender.connect([receiver.url], **OPTIONS)
+        update = first.update(version=1)
+        update.__enter__()
+        update.send(weights(1))
+        first.close()
+        gate.wait()
+        with ThreadPoolExecutor(1) as pool:
+            connecting = pool.submit(Sender.connect, [receiver.url], **OPTIONS)
+            with pytest.raises(FutureTimeout):
+                connecting.result(0.3)
+            gate.opened.set()
+            with connecting.result(LIMIT_S) as second:
+                recovers(second, engine, 1)
+
+
+def test_a_transport_that_is_attached_too_late_is_let_go_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gate, opened, open_target = Gate(), [], LoopbackTransport.open_target
+
+    def slow(self: LoopbackTransport, *args: Any) -> Any:
+        opened.append(open_target(self, *args))
+        gate()
+        return opened[0]
+
+    monkeypatch.setattr(LoopbackTransport, "open_target", slow)
+    with Receiver(engine_of(0)) as receiver, ThreadPoolExecutor(1) as pool:
+        connecting = pool.submit(Sender.connect, [receiver], **OPTIONS)
+        gate.wait()
+        receiver.close()
+        assert opened[0].lost() is None
+        gate.opened.set()
+        with suppress(WeightSyncError):
+            connecting.result(LIMIT_S).close()
+        assert opened[0].lost() == "this end was closed"
+
+
+@pytest.mark.parametrize("stage", ["prepare", "commit"])
+@placements
+def test_an_interrupt_while_an_update_ends_leaves_nothing_open(
+    stage: str, placement: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(0)
+    with connected(engine, placement=placement) as (sender, _):
+        refit(sender, 1, weights(1))
+        update = sender.update(version=2)
+
+        def interrupted(*_: Any) -> None:
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(EngineLink, stage, interrupted)
+        with pytest.raises(KeyboardInterrupt), update:
+            update.send(weights(2))
+        assert only(update.report).outcome is (ABORTED if placement == "staged" else TAINTED)
+        recovers(sender, engine, 3)

@@ -438,6 +438,11 @@ def _handler_class(handler: Handler, token: str | None) -> type[BaseHTTPRequestH
             self.end_headers()
             self.wfile.write(body)
 
+        def finish(self) -> None:
+            with suppress(OSError):  # an answer for a peer that went away
+                super().finish()
+            self.rfile.close()  # else the connection's descriptor stays
+
         def log_message(self, format: str, *args: Any) -> None:
             return None
 

@@ -17,8 +17,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
 from enum import Enum
 from typing import Any
 
@@ -88,6 +89,8 @@ _TICK_S = 0.1
 _LEADER_LEASE_S = math.inf  # rank 0 and its leader live and die together
 #: The longest that one request holds a thread, whatever it asks for.
 _MAX_WAIT_S = 60.0
+#: How long closing waits for an open session to end, and then for work on bytes.
+_CLOSE_LIMIT_S = 10.0
 
 
 class JobsBy(Enum):
@@ -135,6 +138,7 @@ class Receiver:
         self._endpoint_run: str | None = None  # whose handshake the attached endpoint belongs to
         self._server: ControlServer | None = None
         self._threads: list[threading.Thread] = []
+        self._is_started = False
         self._closed = False
         self._session_start_s = 0.0
         self._jobs_by = JobsBy.THREAD
@@ -146,7 +150,12 @@ class Receiver:
         if self._threads:
             return self
         self._jobs_by = jobs_by
-        self._server = ControlServer(self._listen, self.handle, self._token)
+        self._is_started = True  # a trainer that waits for us may ask before the threads run
+        try:
+            self._server = ControlServer(self._listen, self.handle, self._token)
+        except BaseException:
+            self._is_started = False
+            raise
         self._start_thread("weightsync-session", self._session_loop)
         if jobs_by is JobsBy.THREAD:
             self._start_thread("weightsync-jobs", self._job_loop)
@@ -173,21 +182,30 @@ class Receiver:
                 num_jobs += 1
 
     def close(self) -> None:
-        """Stop serving and release everything; an open session ends as its trainer's loss."""
+        """Stop serving and release everything; an open session ends as its trainer's loss.
+
+        An engine whose session does not end within some seconds refuses to generate from then on.
+        """
         if self._closed:
             return
         self._closed = True
         if self._server is not None:
             self._server.close()
-        if self._token_of_job is not None:
-            self._token_of_job.cancel("the receiver was closed")
         self._events.put(None)
-        self._jobs.put(None)
-        for thread in self._threads:
-            thread.join(timeout=10.0)
+        for thread in self._threads:  # the session thread first: it may need the other one yet
+            self._join(thread)
+            self._jobs.put(None)
         for future in list(self._answers.values()):
-            future.cancel()
+            with suppress(InvalidStateError):
+                future.set_exception(PeerLostError("the receiver of this engine was closed"))
         self._work.close()
+
+    def _join(self, thread: threading.Thread) -> None:
+        until_s = time.monotonic() + _CLOSE_LIMIT_S + 1.0
+        while thread.is_alive() and time.monotonic() < until_s:
+            if self._jobs_by is JobsBy.POLL:
+                self.poll()
+            thread.join(timeout=0.01)
 
     def __enter__(self) -> Receiver:
         return self.start()
@@ -219,7 +237,7 @@ class Receiver:
         """Answer one control request; raises what the caller should see."""
         if self._closed:
             raise PeerLostError("the receiver of this engine was closed")
-        if not self._threads:
+        if not self._is_started:
             raise ConfigError("the receiver of this engine is not started; call start() or poll()")
         match request:
             case StatusRequest():
@@ -302,11 +320,11 @@ class Receiver:
 
     def _attach(self, request: AttachRequest) -> dict[str, Any]:
         self._hold(request.run_id)
+        peer = f"trainer run {request.run_id}"
+        deadline = Deadline(request.timeout_s, peer=peer, stage="attach")
         with self._attach_lock:
-            if self._leader.phase is not Phase.IDLE:
-                raise BusyError("a session is open; a transport is attached between sessions")
-            peer = f"trainer run {request.run_id}"
-            deadline = Deadline(request.timeout_s, peer=peer, stage="attach")
+            self._wait_for_idle(deadline)
+            self._hold(request.run_id)  # another run may have come while this one waited
             reach("engine.attach")
             self._work.set_endpoint(None)
             self._endpoint_run = request.run_id
@@ -319,6 +337,8 @@ class Receiver:
                 endpoint.close()
                 raise
             self._work.set_endpoint(endpoint)
+            if self._closed:  # meanwhile: nobody else would let go of it
+                self._work.set_endpoint(None)
         reach("engine.attached")
         return {
             "contracts": {
@@ -330,12 +350,11 @@ class Receiver:
 
     def _wait_for_idle(self, deadline: Deadline) -> None:
         """A session that is ending is waited for; one that goes on keeps its transport."""
-        pace = threading.Event()
         while (phase := self._leader.phase) is not Phase.IDLE:
             if phase not in (Phase.ABORTING, Phase.PLACING, Phase.RESUMING):
                 raise BusyError("a session is open; a transport is attached between sessions")
             deadline.check()
-            pace.wait(deadline.slice_s(0.01))
+            time.sleep(deadline.slice_s(0.01))
 
     def _add_plan(self, request: PlanRequest) -> dict[str, Any]:
         self._hold(request.run_id)
@@ -379,19 +398,32 @@ class Receiver:
     def _session_loop(self) -> None:
         self._rank, actions = start_rank(0, self._epoch, _LEADER_LEASE_S, time.monotonic())
         self._run_actions(deque(actions))
-        last_tick_s = time.monotonic()
-        while not self._closed:
+        last_tick_s, end_s = time.monotonic(), math.inf
+        while time.monotonic() < end_s:
             try:
                 event: Any = self._events.get(timeout=_TICK_S)
             except queue.Empty:
                 event = Tick()
-            if event is None:
+            if event is None:  # closed
+                end_s = time.monotonic() + _CLOSE_LIMIT_S
+                self._lose_holder("the receiver was closed")
+            else:
+                self._feed(event)
+            if end_s < math.inf and self._is_quiet() and self._leader.phase is Phase.IDLE:
                 return
-            self._feed(event)
             if time.monotonic() - last_tick_s >= _TICK_S:
                 last_tick_s = time.monotonic()
                 self._watch_peer()
                 self._feed(Tick())
+        self._refuse("the engine's receiver was closed in the middle of an update")
+
+    def _lose_holder(self, reason: str) -> None:
+        if (run := self._leader.run) is not None:
+            self._feed(RunLost(run.run_id, reason))
+
+    def _is_quiet(self) -> bool:
+        """Whether no job runs, or is about to."""
+        return self._rank is not None and self._rank.running is None
 
     def _feed(self, event: Any) -> None:
         if isinstance(event, Connect):
@@ -477,8 +509,7 @@ class Receiver:
             self._feed(RunLost(run_id, lost))  # of that run only: another may have come since
         run = self._leader.run
         is_over = run is None or run.run_id != run_id
-        is_quiet = self._rank is not None and self._rank.running is None
-        if is_over and is_quiet:
+        if is_over and self._is_quiet():
             self._work.set_endpoint(None)
 
     # --- job thread -----------------------------------------------------------------------------------

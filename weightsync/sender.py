@@ -350,16 +350,14 @@ class Update:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self._sender._update = None
         if error is not None:
-            for session in self._sessions:
-                session.token.cancel(f"the update was left by {type(error).__name__}")
-                session.error = session.error or SessionError(
-                    f"left by {type(error).__name__}: {error}"
-                )
-            self._finish()
-            error.add_note(str(self.report))
+            self._give_up(error)
             return
-        with suppress(WeightSyncError):  # recorded for each engine; reported below
-            self._on_sessions(self._prepare_and_commit)
+        try:
+            with suppress(WeightSyncError):  # recorded for each engine; reported below
+                self._on_sessions(self._prepare_and_commit)
+        except BaseException as raised:  # an interrupt: no session may stay open behind it
+            self._give_up(raised)
+            raise
         self._finish()
 
         if self.report is None or self.report.is_committed:
@@ -372,6 +370,15 @@ class Update:
             f"commit; {failed[0].link.peer}: {first}",
             self.report,
         ) from first
+
+    def _give_up(self, error: BaseException) -> None:
+        for session in self._sessions:
+            session.token.cancel(f"the update was left by {type(error).__name__}")
+            session.error = session.error or SessionError(
+                f"left by {type(error).__name__}: {error}"
+            )
+        self._finish()
+        error.add_note(str(self.report))
 
     def _prepare_and_commit(self, session: _Session) -> None:
         if not session.is_begun:
