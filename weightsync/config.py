@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from weightsync.errors import ConfigError
+
 
 def cache_dir() -> Path:
     """Where generated checkpoints live: ``$WEIGHTSYNC_CACHE``, else the user's cache directory."""
@@ -27,7 +29,9 @@ def control_token() -> str | None:
 def num_threads() -> int:
     """``$WEIGHTSYNC_NUM_THREADS``, else the CPUs of this process, at most 8."""
     if explicit := os.environ.get("WEIGHTSYNC_NUM_THREADS"):
-        return max(1, int(explicit))
+        if not explicit.isdecimal() or int(explicit) < 1:
+            raise ConfigError(f"WEIGHTSYNC_NUM_THREADS={explicit!r} is not a count of at least 1")
+        return int(explicit)
     return max(1, min(8, len(os.sched_getaffinity(0))))
 
 

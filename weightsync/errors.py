@@ -137,7 +137,10 @@ class DeadlineError(WeightSyncError, TimeoutError):
         self, peer: str, stage: str = "", limit_s: float = 0.0, elapsed_s: float = 0.0
     ) -> None:
         if stage:
-            text = f"{peer}: no answer in stage {stage!r} after {elapsed_s:.1f} s (limit {limit_s:.1f} s)"
+            text = (
+                f"{peer}: no answer in stage {stage!r} after {elapsed_s:.1f} s "
+                f"(limit {limit_s:.1f} s); look whether it still runs, or allow more time"
+            )
         else:
             text = peer
         super().__init__(text)

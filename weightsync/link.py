@@ -129,9 +129,13 @@ class EngineLink:
         reach("trainer.attached")
 
     def _adopt(self, answer: Mapping[str, Any]) -> None:
-        self.epoch = str(answer["epoch"])
-        self.layout = Layout.from_json(answer["layout"])
-        if self.layout.digest != answer["layout_digest"]:
+        try:
+            self.epoch = str(answer["epoch"])
+            self.layout = Layout.from_json(answer["layout"])
+            digest = answer["layout_digest"]
+        except KeyError as error:
+            raise ProtocolError(f"{self.peer}: its answer to 'connect' lacks {error}") from error
+        if self.layout.digest != digest:
             raise ProtocolError(f"{self.peer}: its layout does not survive the wire")
         # A slot larger than everything would only be memory that nobody uses.
         whole = sum(align(t.wire_forms[0].num_bytes) for t in self.layout.tensors)
@@ -158,12 +162,16 @@ class EngineLink:
             raise
         answer = asked.result()
         contracts = dict(capabilities.contracts)
-        for name, found in answer["contracts"].items():
-            contracts[Contract(name)] = _worse(contracts.get(Contract(name)), Availability(**found))
+        try:
+            self.path = str(answer["path"])
+            for name, found in answer["contracts"].items():
+                theirs = Availability(**found)
+                contracts[Contract(name)] = _worse(contracts.get(Contract(name)), theirs)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ProtocolError(f"{self.peer}: malformed answer to 'attach': {error!r}") from error
         self._have = Capabilities(
             capabilities.name, contracts, capabilities.costs, capabilities.direct_converts
         )
-        self.path = str(answer["path"])
         self._check_speed()
 
     def _check_speed(self) -> None:
@@ -208,6 +216,7 @@ class EngineLink:
                 choice=self._options.contract,
             )
             self._agree(plan, tensors.layout)
+            self._check_contract(plan)
             bound = self._bound[key] = Bound(plan)
             while len(self._bound) > 64:
                 self._bound.pop(next(iter(self._bound)))
@@ -217,6 +226,20 @@ class EngineLink:
             self._bind(bound, tensors)
             bound.addresses = addresses
         return bound
+
+    def _check_contract(self, plan: RefitPlan) -> None:
+        """A stream where the transport would read directly, were it not for a conversion."""
+        direct = self._capabilities().contracts.get(Contract.DIRECT)
+        is_direct_usable = direct is not None and direct.is_usable
+        if (
+            plan.contract is Contract.STREAM
+            and is_direct_usable
+            and "converted" in plan.contract_reason
+        ):
+            self._options.warn_slow(
+                f"{self._transport.name} to {self.peer}: streaming instead of direct reads: "
+                f"{plan.contract_reason}. Send the engine's dtype, or ask for contract='stream'"
+            )
 
     def _agree(self, plan: RefitPlan, source: Layout) -> None:
         request = PlanRequest(self.run_id, plan.to_json(), source.to_json())
@@ -388,8 +411,8 @@ class EngineLink:
         start_s = time.perf_counter()
         try:
             return wait_for(self.client, make_request, limit_s=limit_s, stage=stage)
-        except (PeerLostError, EpochError, DeadlineError, TransportError):
-            self.is_broken = True
+        except (PeerLostError, EpochError, DeadlineError, TransportError, ProtocolError):
+            self.is_broken = True  # the next update connects again, whatever was half done
             raise
         finally:
             self._spent(stage, start_s)

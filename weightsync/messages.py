@@ -18,7 +18,7 @@ from weightsync.types import PROTOCOL_VERSION
 
 @dataclass(frozen=True, slots=True)
 class ConnectRequest:
-    """Take the engine for a run. Answer: epoch, layout, version, host, world_size."""
+    """Take the engine for a run. Answer: epoch, layout, version, world_size."""
 
     run_id: str
     lease_s: float

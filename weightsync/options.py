@@ -34,9 +34,8 @@ class SenderOptions:
     pause_mode: PauseMode = PauseMode.RETRACT
     cast: CastPolicy = CastPolicy.FP32_TO_BF16
     strict: bool = False
-    connect_timeout_s: float = (
-        60.0  # longer than a lease: a restarted trainer waits for its old run
-    )
+    # longer than a lease: a restarted trainer waits for its old run
+    connect_timeout_s: float = 60.0
     request_timeout_s: float = 60.0
     lease_s: float = 30.0
     deadline_s: float = 600.0
@@ -47,14 +46,19 @@ class SenderOptions:
             raise ConfigError(
                 f"a bucket of {self.bucket_bytes} B is too small; at least {BUCKET_ALIGNMENT_BYTES} B"
             )
-        if self.num_slots < 1:
-            raise ConfigError(f"num_slots={self.num_slots}: a ring needs at least one slot")
+        for name in ("num_slots", "num_threads"):
+            count = getattr(self, name)
+            if not isinstance(count, int) or count < 1:
+                raise ConfigError(f"{name}={count!r}: it must be a count of at least 1")
         for name in (
             "connect_timeout_s", "request_timeout_s", "lease_s", "deadline_s", "commit_timeout_s",
         ):  # fmt: skip
             value = getattr(self, name)
-            if not 0 < value < 7 * 86_400:
-                raise ConfigError(f"{name}={value}: it must be > 0 and less than a week")
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not is_number or not 0 < value < 7 * 86_400:
+                raise ConfigError(
+                    f"{name}={value!r}: it must be > 0 and less than a week (seconds)"
+                )
 
     def warn_slow(self, message: str) -> None:
         """A slow path instead of a fast one: a warning, or an error where ``strict``."""

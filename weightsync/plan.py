@@ -32,6 +32,7 @@ from weightsync.types import (
     Contract,
     ContractChoice,
     RegionKind,
+    SlotKind,
     TensorMeta,
     format_bytes,
     item_bytes,
@@ -229,6 +230,8 @@ def _check_tensor(planned: PlannedTensor, source: Layout, target: Layout) -> Non
     theirs, mine = source.tensors[planned.source], target.tensors[planned.target]
     if planned.meta not in mine.wire_forms:
         raise ProtocolError(f"plan: {planned.meta} is not a wire form of {mine.name!r}")
+    if mine.kind is SlotKind.AFFINE and any(p.dtype != planned.meta.dtype for p in mine.placed):
+        raise ProtocolError(f"plan: {planned.meta} is not how the slot {mine.name!r} is stored")
     offered = [w.dtype for w in theirs.wire_forms]
     if planned.meta.dtype not in offered or theirs.shape != planned.meta.shape:
         raise ProtocolError(f"plan: the trainer's {theirs.name!r} does not offer {planned.meta}")

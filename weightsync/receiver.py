@@ -33,6 +33,7 @@ from weightsync.errors import (
     EpochError,
     PeerLostError,
     ProtocolError,
+    WeightSyncError,
 )
 from weightsync.faults import reach
 from weightsync.layout import Layout
@@ -86,6 +87,8 @@ from weightsync.types import Availability, Contract, PauseMode, Placement, Verif
 _LOG = logging.getLogger(__name__)
 
 _TICK_S = 0.1
+#: Longest that a trainer's attach may keep the next one waiting.
+_ATTACH_LIMIT_S = 60.0
 _LEADER_LEASE_S = math.inf  # rank 0 and its leader live and die together
 #: The longest that one request holds a thread, whatever it asks for.
 _MAX_WAIT_S = 60.0
@@ -321,8 +324,11 @@ class Receiver:
     def _attach(self, request: AttachRequest) -> dict[str, Any]:
         self._hold(request.run_id)
         peer = f"trainer run {request.run_id}"
-        deadline = Deadline(request.timeout_s, peer=peer, stage="attach")
-        with self._attach_lock:
+        limit_s = min(request.timeout_s, _ATTACH_LIMIT_S)
+        deadline = Deadline(limit_s, peer=peer, stage="attach")
+        if not self._attach_lock.acquire(timeout=deadline.remaining_s()):
+            raise BusyError(f"another attach was not over after {limit_s:.1f} s; try again")
+        try:
             self._wait_for_idle(deadline)
             self._hold(request.run_id)  # another run may have come while this one waited
             reach("engine.attach")
@@ -339,6 +345,8 @@ class Receiver:
             self._work.set_endpoint(endpoint)
             if self._closed:  # meanwhile: nobody else would let go of it
                 self._work.set_endpoint(None)
+        finally:
+            self._attach_lock.release()
         reach("engine.attached")
         return {
             "contracts": {
@@ -413,7 +421,10 @@ class Receiver:
                 return
             if time.monotonic() - last_tick_s >= _TICK_S:
                 last_tick_s = time.monotonic()
-                self._watch_peer()
+                try:
+                    self._watch_peer()
+                except Exception:  # a fault of a transport must not end what every caller needs
+                    _LOG.exception("watching the trainer's transport failed")
                 self._feed(Tick())
         self._refuse("the engine's receiver was closed in the middle of an update")
 
@@ -482,7 +493,16 @@ class Receiver:
 
     def _queue_job(self, action: StartJob) -> None:
         token = self._token_of_job = CancelToken()
-        self._jobs.put(lambda: self._events.put(self._work.run(action, token)))
+
+        def job() -> None:
+            error = WeightSyncError(f"{action.job.value}: the work was interrupted")
+            done = JobDone(action.job, action.spec.session_id, error=error, touched=True)
+            try:
+                done = self._work.run(action, token)
+            finally:  # also when the engine's own loop is interrupted inside poll()
+                self._events.put(done)
+
+        self._jobs.put(job)
 
     def _start_over(self, run_id: str) -> None:
         """A run that connects again has given up what it had here: its session, and its transport,

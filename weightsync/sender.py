@@ -79,7 +79,8 @@ class Sender:
         self._update: Update | None = None
         self._digest_tables: dict[str, tuple[tuple[int, ...], DigestTable]] = {}
         self._closed = threading.Event()
-        self._pool = ThreadPoolExecutor(max(1, len(self._links)), "weightsync-sender")
+        # Two a link: giving up must not queue behind what is being given up.
+        self._pool = ThreadPoolExecutor(2 * max(1, len(self._links)), "weightsync-sender")
         # One thread a link: an engine that does not answer must not cost another its lease.
         self._hearts = [
             threading.Thread(

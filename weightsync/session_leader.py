@@ -163,10 +163,6 @@ class LeaderState:
     aborters: tuple[int, ...] = ()
 
     @property
-    def is_full_needed(self) -> bool:
-        return self.taint is not None or self.version is None
-
-    @property
     def refusal(self) -> str | None:
         """Why the engine as a whole must not generate, or None."""
         if self.taint is not None:

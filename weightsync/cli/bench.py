@@ -9,7 +9,7 @@ from typing import Any
 
 from weightsync.presets import PRESETS
 from weightsync.transports import transport_names
-from weightsync.types import ContractChoice, Placement, parse_bytes
+from weightsync.types import BUCKET_ALIGNMENT_BYTES, ContractChoice, Placement, parse_bytes
 
 _EPILOG = """\
 A trainer process holds the model, an engine process holds the same model with other weights. Before
@@ -93,8 +93,10 @@ def _positive(text: str) -> int:
 
 def _bucket(text: str) -> str:
     try:
-        if text != "auto":
-            parse_bytes(text)
+        if text != "auto" and parse_bytes(text) < BUCKET_ALIGNMENT_BYTES:
+            raise ValueError(
+                f"a bucket holds at least {BUCKET_ALIGNMENT_BYTES} bytes, got {text!r}"
+            )
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return text

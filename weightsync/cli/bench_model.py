@@ -69,8 +69,14 @@ def ready_checkpoint(choice: ModelChoice) -> ModelChoice:
         return choice
     from weightsync.checkpoints import cached_checkpoint
 
+    shown = -1
+
     def progress(done: int, total: int) -> None:
-        show_progress(f"writing {choice.name} to the cache: {done / max(total, 1):.0%}")
+        nonlocal shown
+        tenths = 10 * done // max(total, 1)
+        if tenths != shown:
+            shown = tenths
+            show_progress(f"writing {choice.name} to the cache: {10 * tenths} %")
 
     directory = cached_checkpoint(get_preset(choice.name), config.cache_dir(), progress=progress)
     return ModelChoice(
@@ -82,6 +88,8 @@ def show_progress(text: str) -> None:
     """One line on the terminal that overwrites itself; a plain line elsewhere."""
     if sys.stderr.isatty():
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+    elif text:
+        print(f"weightsync bench: {text}", file=sys.stderr, flush=True)
 
 
 #: The engine starts with these bits flipped, which no later change of the trainer's ever flips.
