@@ -6,7 +6,6 @@ reached. Unarmed, a point costs one comparison.
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 from collections.abc import Mapping
@@ -89,7 +88,9 @@ class _Fault:
             self._left -= 1
             is_due = self._left == 0
         if is_due:
-            os.kill(os.getpid(), self._signal)
+            # Directed at this thread: a signal to the process may find another one first, and then
+            # this one would go on past its point before everything stands still.
+            signal.pthread_kill(threading.get_ident(), self._signal)
 
 
 def _armed() -> _Fault | None:
