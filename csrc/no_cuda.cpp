@@ -1,5 +1,6 @@
 // Stands in for csrc/cuda/*.cu when there is no toolkit.
 #include "weightsync/cuda_device.hpp"
+#include "weightsync/cuda_memory.hpp"
 #include "weightsync/cuda_tables.hpp"
 #include "weightsync/device.hpp"
 
@@ -44,5 +45,20 @@ CudaCopyDigestTable::~CudaCopyDigestTable() = default;
 void CudaCopyDigestTable::launch(std::uintptr_t) {}
 void CudaCopyDigestTable::read(std::uintptr_t, std::uint64_t*) {}
 void CudaCopyDigestTable::close() {}
+
+std::uint64_t cuda_malloc(std::uint64_t, int device) { fail("cuda_malloc", device); }
+void cuda_free(std::uint64_t, int device) { fail("cuda_free", device); }
+std::uint64_t cuda_free_bytes(int device) { fail("cuda_free_bytes", device); }
+std::string cuda_device_uuid(int device) { fail("cuda_device_uuid", device); }
+CudaAllocation cuda_allocation(std::uint64_t, int device) { fail("cuda_allocation", device); }
+std::string cuda_export(std::uint64_t, int device) { fail("cuda_export", device); }
+std::uint64_t cuda_map(const std::string&, int device) { fail("cuda_map", device); }
+void cuda_unmap(std::uint64_t, int device) { fail("cuda_unmap", device); }
+std::uint64_t cuda_create_stream(int device) { fail("cuda_create_stream", device); }
+void cuda_wait_stream(std::uint64_t, int device) { fail("cuda_wait_stream", device); }
+void cuda_synchronize(int device) { fail("cuda_synchronize", device); }
+void cuda_copy(std::uint64_t, std::uint64_t, std::uint64_t, int device) {
+    fail("cuda_copy", device);
+}
 
 }  // namespace weightsync

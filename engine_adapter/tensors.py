@@ -9,6 +9,7 @@ from typing import Any
 
 from engine_adapter.base import Fingerprint, StepGate
 from weightsync.deadline import Deadline
+from weightsync.device_tables import CPU, cuda_index, device_of, synchronize
 from weightsync.digest import DigestTable, part_of
 from weightsync.errors import ConfigError, LayoutError, UnavailableError
 from weightsync.layout import NO_REGION, Layout, TensorLayout
@@ -31,6 +32,7 @@ class TensorEngine:
         for name, view in self._local.views.items():
             _check_slot(name, view)
         self._layout = _with_opaque(self._local, opaque)
+        self._device = device_of(self._local.addresses, "the engine")
         self._tables: dict[tuple[str, ...], DigestTable] = {}
 
     @contextmanager
@@ -60,6 +62,7 @@ class TensorEngine:
         return None
 
     def commit(self, version: Version) -> None:
+        synchronize(self._device)
         self.version = version
 
     def abort(self) -> None:
@@ -70,13 +73,21 @@ class TensorEngine:
         if key not in self._tables:
             forms = {t.name: t.wire_forms[0] for t in self._layout.tensors}
             views = self._local.views
-            self._tables = {key: DigestTable(part_of(forms[n], views[n]) for n in key)}
+            parts = (part_of(forms[n], views[n]) for n in key)
+            self._tables = {key: DigestTable(parts, self._device)}
+        synchronize(self._device)  # opaque tensors were written by the engine's own code
         return self._tables[key].compute(num_threads=2)
 
     # --- running ------------------------------------------------------------------------------------
 
     def pause(self, mode: PauseMode, deadline: Deadline) -> None:
+        """No step is running or will start, and what steps left on the device is done."""
         self.gate.pause(deadline)
+        try:
+            synchronize(self._device)
+        except BaseException:
+            self.gate.resume()
+            raise
 
     def resume(self) -> None:
         self.gate.resume()
@@ -100,11 +111,11 @@ def fingerprint_of(view: TensorView) -> Fingerprint:
 
 
 def _check_slot(name: str, view: TensorView) -> None:
-    if view.device != "cpu":
-        raise ConfigError(
-            f"{name!r} is on {view.device}: this build of weightsync has no CUDA part and moves CPU "
-            "memory only"
-        )
+    if view.device != CPU:
+        try:
+            cuda_index(view.device)
+        except ConfigError as error:
+            raise ConfigError(f"{name!r}: {error}") from error
     check_writable(view, name)
 
 

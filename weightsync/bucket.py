@@ -392,9 +392,7 @@ def _flat_view(memory: Any, name: str) -> TensorView:
 def _check_devices(views: Sequence[TensorView], target: TensorView) -> None:
     for view in (*views, target):
         if view.device != "cpu":
-            raise LayoutError(
-                f"a tensor on {view.device}: this build of weightsync packs CPU memory only"
-            )
+            raise LayoutError(f"a tensor on {view.device}: buckets are packed from CPU memory only")
 
 
 def as_dtype(flat: Any, meta: TensorMeta) -> Any:

@@ -15,11 +15,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
+from weightsync.device_tables import CPU, owned_digests, synchronize
 from weightsync.errors import LayoutError
-from weightsync.tables import dense_strides, digest_rows, table
+from weightsync.tables import dense_strides, digest_rows
 from weightsync.tensors import TensorView, view_of
 from weightsync.types import Box, Convert, TensorMeta, item_bytes
 
@@ -60,9 +58,12 @@ def convert_of(stored: str, wire: str) -> Convert:
 
 
 class DigestTable:
-    """Parts made ready to be digested again and again; holds addresses, not tensors."""
+    """Parts made ready to be digested again and again; holds addresses, not tensors.
 
-    def __init__(self, parts: Iterable[DigestPart]) -> None:
+    All of them lie on one ``device``, where whoever wrote them last has synchronised.
+    """
+
+    def __init__(self, parts: Iterable[DigestPart], device: str = CPU) -> None:
         self.names: list[str] = []
         self.num_bytes = 0
         places: dict[str, int] = {}
@@ -75,17 +76,11 @@ class DigestTable:
             owners += [place] * len(new)
             self.num_bytes += part.box.num_elements * item_bytes(part.dtype)
         self.names = list(places)
-        self._table = table(rows, 15)
-        self._owners = np.array(owners, dtype=np.int64)
+        self._digests = owned_digests(rows, owners, len(places), device)
 
     def compute(self, num_threads: int) -> dict[str, int]:
         """Name -> D of the present contents (of all parts of that name together)."""
-        from weightsync import native
-
-        sums: npt.NDArray[np.uint64] = np.zeros(len(self.names), dtype=np.uint64)
-        if len(self._table):
-            found = native.digest_segments(self._table, num_threads=num_threads)
-            np.add.at(sums, self._owners, found)  # wraps modulo 2^64, as it must
+        sums = self._digests.run(num_threads)
         return dict(zip(self.names, map(int, sums), strict=True))
 
 
@@ -106,11 +101,18 @@ def _part_rows(part: DigestPart) -> list[tuple[int, ...]]:
 
 def digest_tensors(named: Iterable[tuple[str, Any]], num_threads: int = 1) -> dict[str, int]:
     """Digests of whole tensors as they are: name -> D."""
-    parts = []
+    parts: dict[str, list[DigestPart]] = {}
+    owners = []  # a view may stand on a copy of its own
     for name, tensor in named:
         view = view_of(tensor, name)
-        parts.append(part_of(TensorMeta(name, view.dtype, view.shape), view))
-    return DigestTable(parts).compute(num_threads)
+        owners.append(view.owner)
+        meta = TensorMeta(name, view.dtype, view.shape)
+        parts.setdefault(view.device, []).append(part_of(meta, view))
+    found: dict[str, int] = {}
+    for device, here in parts.items():
+        synchronize(device)
+        found |= DigestTable(here, device).compute(num_threads)
+    return found
 
 
 def digest_root(metas: Sequence[TensorMeta], digests: Mapping[str, int]) -> str:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -169,9 +169,7 @@ class EngineLink:
                 contracts[Contract(name)] = _worse(contracts.get(Contract(name)), theirs)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ProtocolError(f"{self.peer}: malformed answer to 'attach': {error!r}") from error
-        self._have = Capabilities(
-            capabilities.name, contracts, capabilities.costs, capabilities.direct_converts
-        )
+        self._have = replace(capabilities, contracts=contracts)
         self._check_speed()
 
     def _check_speed(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -27,6 +27,7 @@ from weightsync.layout import Layout, PlacedBox, TensorLayout
 from weightsync.manifest import name_some
 from weightsync.types import (
     BUCKET_ALIGNMENT_BYTES,
+    Availability,
     Box,
     Capabilities,
     Contract,
@@ -296,8 +297,9 @@ def make_plan(
     transfers: list[Transfer] = []
     for i, planned in enumerate(tensors):
         transfers += _transfers(i, planned, source, target)
+    have = on_devices(source, target, capabilities)
     contract, reason = _choose_contract(
-        tensors, transfers, source, bucket_bytes=bucket_bytes, have=capabilities, choice=choice
+        tensors, transfers, source, bucket_bytes=bucket_bytes, have=have, choice=choice
     )
     return RefitPlan(
         source.digest,
@@ -406,6 +408,43 @@ def _transfer(
 
 
 # --- stream or direct -----------------------------------------------------------------------------
+
+
+def on_devices(source: Layout, target: Layout, have: Capabilities) -> Capabilities:
+    """What a transport can do between the devices of two layouts.
+
+    Raises :class:`UnavailableError` for a pair that nothing joins yet.
+    """
+    sides = [_devices(source), _devices(target)]
+    if all(devices <= {"cpu"} for devices in sides):
+        return have
+    (theirs, ours) = (", ".join(sorted(devices)) or "nowhere" for devices in sides)
+    if any(len(devices) > 1 for devices in sides):
+        raise UnavailableError(
+            f"the trainer's tensors lie on {theirs}, the engine's on {ours}: each side must hold "
+            "them on one device"
+        )
+    if any(device.partition(":")[0] != "cuda" for devices in sides for device in devices):
+        raise UnavailableError(
+            f"the trainer's tensors lie on {theirs}, the engine's on {ours}: both must lie on the "
+            "host, or both on one CUDA device"
+        )
+    if not have.reads_cuda:
+        raise UnavailableError(
+            f"transport {have.name!r} moves host memory only, and the trainer's tensors lie on "
+            f"{theirs}; between two processes of one CUDA device use transport='ipc'"
+        )
+    contracts = {
+        Contract.DIRECT: Availability(True),
+        Contract.STREAM: Availability(
+            False, "a stream moves host memory only; send CUDA tensors as a module, mapping or list"
+        ),
+    }
+    return replace(have, contracts=contracts)
+
+
+def _devices(layout: Layout) -> set[str]:
+    return {region.device for regions in layout.regions for region in regions if region.num_bytes}
 
 
 def _choose_contract(

@@ -13,7 +13,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -35,6 +35,15 @@ from weightsync.binding import (
 )
 from weightsync.bucket import as_dtype
 from weightsync.deadline import CancelToken, Deadline
+from weightsync.device_tables import (
+    CPU,
+    Memory,
+    SegmentCopy,
+    bytes_at,
+    device_of,
+    private_memory,
+    segment_copy,
+)
 from weightsync.digest import DigestTable
 from weightsync.engine import EngineAdapter
 from weightsync.errors import (
@@ -43,12 +52,12 @@ from weightsync.errors import (
     PeerLostError,
     ProtocolError,
     SessionError,
+    UnavailableError,
     WeightSyncError,
 )
 from weightsync.faults import reach
 from weightsync.layout import Layout
 from weightsync.manifest import Manifest
-from weightsync.memory import HostMemory
 from weightsync.plan import RefitPlan, check_plan
 from weightsync.session import Job, JobDone, SessionSpec, StartJob, Version
 from weightsync.transports.base import PreparedRead, TargetEndpoint
@@ -153,14 +162,15 @@ class RankWork:
         self._threads = num_threads
         self.layout: Layout = adapter.layout()
         self._addresses = list(adapter.addresses())
+        self._device = device_of(self._addresses, "the engine")
         by_region = {a.region: a.ptr for a in self._addresses}
         self._slots = slot_spots(self.layout, rank, by_region)
         self._fingerprint = dict(adapter.fingerprint())
-        self._staging: dict[Placement, tuple[StagingPlan, HostMemory | None]] = {}
+        self._staging: dict[Placement, tuple[StagingPlan, Memory | None]] = {}
         self._reads: Kept[tuple[str, str, Placement], PreparedRead] = Kept()
         self._unpacks: Kept[tuple[str, bytes, int, Placement], tuple[list[Any], Table]] = Kept(1024)
         self._digests: Kept[tuple[Any, ...], DigestTable] = Kept(8)
-        self._places: Kept[tuple[Any, ...], Table] = Kept(8)
+        self._places: Kept[tuple[Any, ...], tuple[SegmentCopy, SegmentCopy]] = Kept(8)
         self.plans: dict[str, RefitPlan] = {}
         self._sources: dict[str, Layout] = {}
         self._published: tuple[str, dict[str, Any]] | None = None
@@ -194,14 +204,14 @@ class RankWork:
         if placement in self._staging:
             return
         plan = plan_staging(self.layout, self._rank, placement)
-        memory = HostMemory.anonymous(plan.num_bytes) if plan.num_bytes else None
-        if memory is not None:
-            native.prefault(memory.ptr, plan.num_bytes)
+        memory = private_memory(plan.num_bytes, self._device) if plan.num_bytes else None
         self._staging[placement] = (plan, memory)
 
     def close(self) -> None:
         """Let go of everything; what a job still works on stays mapped for it."""
         self.set_endpoint(None)
+        self._digests.clear()
+        self._places.clear()
         for _, memory in self._staging.values():
             if memory is not None:
                 memory.close()
@@ -301,11 +311,11 @@ class RankWork:
     def _local_regions(self, placement: Placement) -> list[RegionAddress]:
         """Where reads land, under numbers of their own."""
         _, memory = self._staging[placement]
-        staged = [] if memory is None else [RegionAddress(0, memory.ptr, memory.num_bytes)]
+        staged = [RegionAddress(0, memory.ptr, memory.num_bytes, self._device)] if memory else []
         if placement is not Placement.IN_PLACE:
             return staged
         shift = len(staged)
-        live = [RegionAddress(a.region + shift, a.ptr, a.num_bytes) for a in self._addresses]
+        live = [replace(a, region=a.region + shift) for a in self._addresses]
         return [*staged, *live]
 
     def _touch(self, opened: _Open) -> None:
@@ -320,6 +330,8 @@ class RankWork:
             raise PeerLostError("the transport of this run is not attached; connect again")
         if not any(t.target_rank == self._rank for t in plan.transfers):
             return  # nobody fills a slot for this rank
+        if self._device != CPU:
+            raise UnavailableError(f"a stream cannot land on {self._device}: it moves host memory")
         stream = self.endpoint.stream(deadline)
         stream.begin_move(opened.spec.session_id)
         while True:
@@ -394,7 +406,7 @@ class RankWork:
                     and (plan.tensors[t.tensor].target, t.target_placed) in spots
                 ]
                 parts += landed_parts(plan, spots, here)
-            return DigestTable(parts)
+            return DigestTable(parts, self._device)
 
         return self._digests.get(key, make).compute(self._threads)
 
@@ -425,14 +437,20 @@ class RankWork:
             if (key := (self.layout.index[name], j)) in self._slots
         ]
         digests = (opened.spec.placement, *(plan.digest for _, plan in opened.moves))
-        rows = self._places.get(
-            digests, lambda: place_table(self.layout, keys, opened.landing, self._slots)
-        )
+
+        def make() -> tuple[SegmentCopy, SegmentCopy]:
+            rows = place_table(self.layout, keys, opened.landing, self._slots)
+            half = len(rows) // 2
+            return (
+                segment_copy(rows[:half], self._device),
+                segment_copy(rows[half:], self._device),
+            )
+
+        first, second = self._places.get(digests, make)
         opened.touched = True
-        half = len(rows) // 2
-        native.copy_segments(rows[:half], num_threads=self._threads)
+        first.run(self._threads)
         reach("engine.half_placed")
-        native.copy_segments(rows[half:], num_threads=self._threads)
+        second.run(self._threads)
 
     def _write_opaque(self, opened: _Open) -> None:
         for name, j in opened.coverage.keys:
@@ -443,7 +461,12 @@ class RankWork:
             spot = opened.landing[i, j]
             meta = TensorMeta(name, spot.dtype, spot.box.shape)
             opened.touched = True
-            self._adapter.write(name, as_dtype(_bytes_at(spot.ptr, meta.num_bytes), meta))
+            landed = (
+                _bytes_at(spot.ptr, meta.num_bytes)
+                if self._device == CPU
+                else bytes_at(spot.ptr, meta.num_bytes, self._device)
+            )
+            self._adapter.write(name, as_dtype(landed, meta))
 
     def _read_back(self, opened: _Open) -> None:
         """Digest the live tensors, unless (affine, in place) that is what was verified already."""

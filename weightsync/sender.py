@@ -16,6 +16,7 @@ from weightsync import config
 from weightsync.binding import source_parts
 from weightsync.control import ControlClient, HttpClient, LocalClient
 from weightsync.deadline import CancelToken
+from weightsync.device_tables import device_of
 from weightsync.digest import DigestTable
 from weightsync.errors import (
     ConfigError,
@@ -205,7 +206,8 @@ class Sender:
         kept = self._digest_tables.get(bound.plan.digest)
         if kept is None or kept[0] != addresses:
             by_region = {a.region: a.ptr for a in tensors.addresses}
-            table = DigestTable(source_parts(bound.plan, tensors.layout, by_region))
+            device = device_of(tensors.addresses, "what the trainer sends")
+            table = DigestTable(source_parts(bound.plan, tensors.layout, by_region), device)
             kept = self._digest_tables[bound.plan.digest] = (addresses, table)
             while len(self._digest_tables) > 64:
                 self._digest_tables.pop(next(iter(self._digest_tables)))

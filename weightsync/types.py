@@ -247,6 +247,7 @@ class Capabilities:
     contracts: Mapping[Contract, Availability]
     costs: Mapping[Contract, CostConstants]
     direct_converts: bool = False  # a direct read may apply ``Convert`` on the way
+    reads_cuda: bool = False  # a direct read also reaches memory of a CUDA device
 
     @property
     def is_usable(self) -> bool:

@@ -21,4 +21,5 @@ PYBIND11_MODULE(_native, module) {
     weightsync::bindings::bind_process_read(module);
     weightsync::bindings::bind_memory(module);
     weightsync::bindings::bind_cuda(module);
+    weightsync::bindings::bind_cuda_memory(module);
 }

@@ -135,7 +135,7 @@ def _trace_scope() -> Finding:
 def _gpu() -> Finding:
     if native.has_cuda():
         return Finding("gpu", Verdict.INFO, "CUDA build")
-    return Finding("gpu", Verdict.INFO, "this build has no CUDA part: CPU memory only")
+    return Finding("gpu", Verdict.INFO, f"CPU memory only: {native.cuda_unavailable_reason()}")
 
 
 def package_findings() -> list[Finding]:

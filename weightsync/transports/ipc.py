@@ -1,14 +1,16 @@
-"""Between two processes of one machine, over host memory.
+"""Between two processes of one machine, over host memory or within one CUDA device.
 
 A channel on an abstract Unix socket carries headers and file descriptors. The stream is a ring in a
 memfd of the trainer, which the engine maps for reading only. Direct reads are ``process_vm_readv``;
 if all of the trainer's regions lie in a :class:`~weightsync.memory.SharedArena`, that is mapped and
 read instead, which is faster and works where the kernel refuses to let one process read another.
+CUDA memory is read directly too, through CUDA IPC handles; nothing of it is streamed.
 Nothing has a name in a file system: a SIGKILL of either side leaves nothing behind.
 """
 
 from __future__ import annotations
 
+import os
 import secrets
 import threading
 from typing import Any, Final
@@ -33,6 +35,7 @@ from weightsync.transports.base import (
     Transport,
 )
 from weightsync.transports.channel import Channel, Listener, close_fds, connect
+from weightsync.transports.ipc_cuda import CudaPath, CudaSource
 from weightsync.transports.ipc_host import (
     REMEDY,
     TRACERS,
@@ -70,7 +73,9 @@ class IpcSource(SourceEndpoint):
     def __init__(self) -> None:
         self._endpoint = secrets.token_hex(8)
         self._listener = Listener("unix")
-        self._publisher = Publisher("ipc", self._endpoint, shares_arenas=True)
+        self._publisher = Publisher(
+            "ipc", self._endpoint, shares_arenas=True, device_source=CudaSource()
+        )
         # What the target reads to see that it reads the right process.
         self._word = np.array([secrets.randbits(63)], dtype="<u8")
         self._channel: Channel | None = None
@@ -171,7 +176,10 @@ class IpcTarget(TargetEndpoint):
         self._hello: dict[str, Any] | None = None
         self._memory: MemfdMemory | None = None
         self._ring: RingTarget | None = None
-        self._reader = DirectReader("ipc", endpoint, self._inbox, self._find_path)
+        is_own_process = channel.peer_pid == os.getpid()
+        self._reader = DirectReader(
+            "ipc", endpoint, self._inbox, self._find_path, CudaPath(is_own_process)
+        )
 
     def stream(self, deadline: Deadline) -> StreamTarget:
         if self._ring is None:
@@ -263,6 +271,7 @@ class IpcTransport(Transport):
             contracts={Contract.STREAM: Availability(True), Contract.DIRECT: direct},
             costs={Contract.STREAM: _STREAM_COSTS, Contract.DIRECT: _DIRECT_COSTS},
             direct_converts=True,
+            reads_cuda=True,
         )
 
     def open_source(self) -> IpcSource:

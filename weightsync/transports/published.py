@@ -53,14 +53,30 @@ _ARENA_FIELDS: Final = {"ptr": int, "num_bytes": int}
 Span = tuple[int, int]  # ptr, num_bytes
 
 
+class DeviceSource(ABC):
+    """What a transport that reads device memory adds to a descriptor."""
+
+    @abstractmethod
+    def describe(self, regions: Sequence[RegionAddress]) -> dict[str, Any]:
+        """JSON that changes when any memory behind the regions did; their contents are there."""
+
+
 class Publisher(DirectSource):
     """The published end; speaks as soon as a link is attached.
 
     ``shares_arenas``: the memory of arenas travels along, so that no address of ours need be read.
     """
 
-    def __init__(self, transport: str, endpoint: str, shares_arenas: bool = False) -> None:
+    def __init__(
+        self,
+        transport: str,
+        endpoint: str,
+        shares_arenas: bool = False,
+        device_source: DeviceSource | None = None,
+    ) -> None:
         self._shares_arenas = shares_arenas
+        self._device_source = device_source
+        self._device: dict[str, Any] | None = None
         self._transport = transport
         self._endpoint = endpoint
         self._link: Link | None = None
@@ -76,14 +92,19 @@ class Publisher(DirectSource):
     def publish(self, regions: Sequence[RegionAddress]) -> Descriptor:
         reach("direct.publish")
         wanted = tuple(regions)
-        if wanted != self._regions:
-            _check_regions(wanted)
+        device = None
+        if self._device_source is not None and any(r.device != "cpu" for r in wanted):
+            device = self._device_source.describe(wanted)
+        if wanted != self._regions or device != self._device:
+            _check_regions(wanted, is_host=device is None)
             self._epoch += 1
-            self._regions = wanted
+            self._regions, self._device = wanted, device
             if self._link is not None:
                 self._announce(self._link, wanted)
         reach("direct.published")
+        about_device = {} if device is None else {"device": device}
         return {
+            **about_device,
             "schema": PROTOCOL_VERSION,
             "transport": self._transport,
             "endpoint": self._endpoint,
@@ -102,7 +123,7 @@ class Publisher(DirectSource):
             self._link.send({"kind": "withdrawn", "epoch": self._epoch})
 
     def _announce(self, link: Link, regions: Sequence[RegionAddress]) -> None:
-        arenas = _arenas_of(regions) if self._shares_arenas else []
+        arenas = _arenas_of(regions) if self._shares_arenas and self._device is None else []
         fds = [arena.read_only_fd() for arena in arenas]
         try:
             spans = [{"ptr": a.ptr, "num_bytes": a.num_bytes} for a in arenas]
@@ -111,9 +132,9 @@ class Publisher(DirectSource):
             close_fds(fds)
 
 
-def _check_regions(regions: Sequence[RegionAddress]) -> None:
+def _check_regions(regions: Sequence[RegionAddress], *, is_host: bool) -> None:
     for region in regions:
-        if region.device != "cpu":
+        if is_host and region.device != "cpu":
             raise UnavailableError(
                 f"region {region.region} is on {region.device!r}: this path reads host memory only"
             )
@@ -213,12 +234,44 @@ class ReadPath(ABC):
         """Unmap everything; a copy that runs keeps what it reads."""
 
 
+class DevicePath(ABC):
+    """A way to the memory of a device."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """For people."""
+
+    @abstractmethod
+    def map_device(
+        self, device: object, regions: Mapping[int, Span], local: Sequence[RegionAddress]
+    ) -> dict[int, int]:
+        """Like ``ReadPath.map``, from what the source's end said of its device."""
+
+    @abstractmethod
+    def prepare(self, rows: Table) -> Any:
+        """What ``copy`` needs of a checked table, worked out once."""
+
+    @abstractmethod
+    def copy(self, prepared: Any) -> None:
+        """Copy everything; cannot be stopped, and need not: it is short."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Unmap everything; it can be mapped again."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Unmap everything, after a copy that runs."""
+
+
 @dataclass(slots=True, eq=False)
 class _Opened:
     epoch: int
     regions: dict[int, Span]
     local: tuple[RegionAddress, ...]
     addresses: dict[int, int]
+    path: ReadPath | DevicePath
 
 
 class DirectReader(DirectTarget):
@@ -230,7 +283,9 @@ class DirectReader(DirectTarget):
         endpoint: str,
         inbox: Inbox,
         find_path: Callable[[Deadline], ReadPath],
+        device_path: DevicePath | None = None,
     ) -> None:
+        self._device_path = device_path
         self._transport = transport
         self._endpoint = endpoint
         self._inbox = inbox
@@ -242,6 +297,8 @@ class DirectReader(DirectTarget):
     @property
     def path_name(self) -> str | None:
         """How bytes are reached, once something was opened."""
+        if self._opened is not None:
+            return self._opened.path.name
         return None if self._path is None else self._path.name
 
     def close(self) -> None:
@@ -249,30 +306,62 @@ class DirectReader(DirectTarget):
         self._board.close()
         if self._path is not None:
             self._path.close()
+        if self._device_path is not None:
+            self._device_path.close()
 
     def open(
         self, descriptor: Descriptor, local: Sequence[RegionAddress], deadline: Deadline
     ) -> dict[int, int]:
         reach("direct.open")
-        epoch, regions = self._parse(descriptor)
+        epoch, regions, device = self._parse(descriptor)
         where = tuple(local)
         self._inbox.check()
-        self._board.wait_for(epoch, deadline)
+        try:
+            self._board.wait_for(epoch, deadline)
+        except TransportError:
+            self._let_go()
+            raise
         old = self._opened
         if old is not None and (old.epoch, old.regions, old.local) == (epoch, regions, where):
             return dict(old.addresses)
         if old is not None and (old.epoch, old.regions) == (epoch, regions):
-            addresses = old.addresses
+            addresses, path = old.addresses, old.path
         else:
             self._opened = None
-            if self._path is None:
-                self._path = self._find_path(deadline)
-            addresses = self._path.map(regions, self._board)
-        self._opened = _Opened(epoch, regions, where, addresses)
+            addresses, path = self._map(regions, device, where, deadline)
+        self._opened = _Opened(epoch, regions, where, addresses, path)
         return dict(addresses)
 
-    def _parse(self, descriptor: Descriptor) -> tuple[int, dict[int, Span]]:
-        what = "direct descriptor"
+    def _map(
+        self,
+        regions: dict[int, Span],
+        device: object,
+        local: Sequence[RegionAddress],
+        deadline: Deadline,
+    ) -> tuple[dict[int, int], ReadPath | DevicePath]:
+        if device is not None and self._device_path is not None:
+            return self._device_path.map_device(device, regions, local), self._device_path
+        self._let_go()
+        for region in local:
+            if region.device != "cpu" and region.num_bytes:
+                raise UnavailableError(
+                    f"the engine's tensors lie on {region.device}, the trainer's on the host: "
+                    "hold both on one device"
+                )
+        if self._path is None:
+            self._path = self._find_path(deadline)
+        return self._path.map(regions, self._board), self._path
+
+    def _let_go(self) -> None:
+        """What a device path has mapped is no longer published."""
+        if self._device_path is not None:
+            self._device_path.release()
+
+    def _parse(self, descriptor: Descriptor) -> tuple[int, dict[int, Span], object]:
+        what, device = "direct descriptor", None
+        if self._device_path is not None and isinstance(descriptor, Mapping):
+            device = descriptor.get("device")
+            descriptor = {k: v for k, v in descriptor.items() if k != "device"}
         fields = check_fields(descriptor, _DESCRIPTOR_FIELDS, what)
         expected = {
             "schema": PROTOCOL_VERSION, "transport": self._transport, "endpoint": self._endpoint,
@@ -288,32 +377,41 @@ class DirectReader(DirectTarget):
             if region["ptr"] + region["num_bytes"] >= 2**63:
                 raise ProtocolError(f"{what}: field 'num_bytes' of {dict(region)} is out of range")
             regions[region["region"]] = (region["ptr"], region["num_bytes"])
-        return fields["epoch"], regions
+        return fields["epoch"], regions, device
 
     def prepare(self, table: Table) -> PreparedRead:
-        opened, path = self._opened, self._path
-        if opened is None or path is None:
+        opened = self._opened
+        if opened is None:
             raise ConfigError("nothing was opened to read from")
         rows = normalise_table(table)
         sizes = {region: size for region, (_, size) in opened.regions.items()}
         check_sources(rows, [(ptr, sizes[region]) for region, ptr in opened.addresses.items()])
         check_targets(rows, [(r.ptr, r.num_bytes) for r in opened.local])
-        return PreparedRead(rows, table_bytes(rows), (opened, path.prepare(rows)))
+        return PreparedRead(rows, table_bytes(rows), (opened, opened.path.prepare(rows)))
 
     def read(self, prepared: PreparedRead, deadline: Deadline) -> None:
         reach("direct.read")
         self._inbox.check()
-        (opened, work), path = prepared.state, self._path
-        if path is None or not isinstance(opened, _Opened) or opened is not self._opened:
+        opened, work = prepared.state
+        if not isinstance(opened, _Opened) or opened is not self._opened:
             raise TransportError("this read was prepared for regions that are no longer open")
         self._board.refresh()
-        self._board.check(opened.epoch)
-        run_stoppable(
-            lambda flag: path.copy(work, flag),
-            prepared.num_bytes,
-            deadline,
-            self._inbox.link.lost,
-        )
+        try:
+            self._board.check(opened.epoch)
+        except TransportError:
+            self._let_go()
+            raise
+        if isinstance(opened.path, DevicePath):
+            deadline.check()
+            opened.path.copy(work)
+        else:
+            path = opened.path
+            run_stoppable(
+                lambda flag: path.copy(work, flag),
+                prepared.num_bytes,
+                deadline,
+                self._inbox.link.lost,
+            )
         self._board.refresh()
         self._board.check(opened.epoch)  # withdrawn meanwhile: what was read may be torn
         if (reason := self._inbox.link.lost()) is not None:

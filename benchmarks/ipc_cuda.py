@@ -1,0 +1,126 @@
+"""Refits between two processes of one CUDA device over ``ipc``, against one device copy.
+
+    python benchmarks/ipc_cuda.py [--tensors 9000] [--kib 3072] [--repeats 9]
+
+A trainer process holds the tensors, this one the engine. Times are medians of whole updates, as the
+trainer sees them, digests included; ``copy`` is the read alone, as the engine sees it. The engine's
+tensors are compared with the trainer's bit for bit afterwards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any
+
+import torch
+
+from engine_adapter.module import ModuleAdapter
+from weightsync.receiver import Receiver
+from weightsync.sender import Sender
+
+DEVICE = "cuda:0"
+
+
+def make_module(num_tensors: int, num_bytes: int, seed: int | None) -> Any:
+    generator = torch.Generator(DEVICE).manual_seed(0 if seed is None else seed)
+
+    def tensor() -> Any:
+        value = torch.zeros(num_bytes // 2, dtype=torch.bfloat16, device=DEVICE)
+        if seed is not None:
+            value.normal_(generator=generator)
+        return torch.nn.Parameter(value, requires_grad=False)
+
+    module = torch.nn.Module()
+    module.weights = torch.nn.ParameterList(tensor() for _ in range(num_tensors))
+    return module
+
+
+def trainer(args: argparse.Namespace) -> None:
+    module = make_module(args.tensors, args.kib * 1024, seed=args.seed)
+    options = {"transport": "ipc", "placement": args.placement, "verify": args.verify}
+    with Sender.connect([args.trainer], **options) as sender:
+        for version in range(args.repeats + 2):
+            start_s = time.perf_counter()
+            with sender.update(version=version) as update:
+                update.send(module)
+            spent_s = time.perf_counter() - start_s
+            assert update.report is not None
+            (engine,) = update.report.engines
+            phases = dict(engine.phases)
+            print(
+                json.dumps({"s": spent_s, "pause_s": engine.pause_s, "phases": phases}), flush=True
+            )
+
+
+def device_copy_s(num_bytes: int) -> float:
+    source, target = (torch.empty(num_bytes, dtype=torch.uint8, device=DEVICE) for _ in range(2))
+    found = []
+    for _ in range(9):
+        torch.cuda.synchronize()
+        start_s = time.perf_counter()
+        target.copy_(source)
+        torch.cuda.synchronize()
+        found.append(time.perf_counter() - start_s)
+    return statistics.median(found)
+
+
+def measure(args: argparse.Namespace, placement: str, verify: str, seed: int) -> None:
+    module = make_module(args.tensors, args.kib * 1024, seed=None)
+    with Receiver(ModuleAdapter(module)).start() as receiver:
+        command = [
+            sys.executable, __file__, "--trainer", receiver.url, "--placement", placement,
+            "--verify", verify, "--tensors", str(args.tensors), "--kib", str(args.kib),
+            "--repeats", str(args.repeats), "--seed", str(seed),
+        ]  # fmt: skip
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=300)
+        runs = [json.loads(line) for line in done.stdout.splitlines()]
+        copies = [s for _, _, s in receiver._work.stats.buckets]
+    expected = make_module(args.tensors, args.kib * 1024, seed=seed)
+    for found, wanted in zip(module.weights, expected.weights, strict=True):
+        assert torch.equal(found, wanted)
+    warm = runs[2:]
+    phases = {
+        name: statistics.median(run["phases"].get(name, 0.0) for run in warm) * 1e3
+        for name in warm[-1]["phases"]
+    }
+    print(
+        f"{placement:9} {verify:9} first {runs[0]['s'] * 1e3:8.1f} ms, then "
+        f"{statistics.median(run['s'] for run in warm) * 1e3:7.2f} ms, pause "
+        f"{statistics.median(run['pause_s'] for run in warm) * 1e3:7.2f} ms, copy "
+        f"{copies[-1] * 1e3:6.2f} ms",
+        {name: round(ms, 2) for name, ms in phases.items()},
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tensors", type=int, default=9000)
+    parser.add_argument("--kib", type=int, default=3072)
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--trainer", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--placement", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--verify", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.trainer:
+        trainer(args)
+        return
+    num_bytes = args.tensors * args.kib * 1024
+    print(
+        f"{args.tensors} x {args.kib} KiB = {num_bytes / 1e9:.2f} GB on "
+        f"{torch.cuda.get_device_name(0)}; one device copy {device_copy_s(num_bytes) * 1e3:.2f} ms"
+    )
+    torch.cuda.empty_cache()
+    ways = [(p, v) for p in ("in_place", "staged") for v in ("read", "read_back")]
+    for seed, (placement, verify) in enumerate(ways):
+        measure(args, placement, verify, seed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+#include "weightsync/cuda_memory.hpp"
+
+#include "bindings.hpp"
+
+namespace py = pybind11;
+
+namespace weightsync::bindings {
+
+void bind_cuda_memory(py::module_& module) {
+    using released = py::call_guard<py::gil_scoped_release>;
+    module.def("cuda_malloc", &cuda_malloc, py::arg("num_bytes"), py::arg("device"), released());
+    module.def("cuda_free", &cuda_free, py::arg("ptr"), py::arg("device"), released());
+    module.def("cuda_free_bytes", &cuda_free_bytes, py::arg("device"), released());
+    module.def(
+        "cuda_device_uuid", [](int device) { return py::bytes(cuda_device_uuid(device)); },
+        py::arg("device"));
+    module.def(
+        "cuda_allocation",
+        [](std::uint64_t ptr, int device) {
+            const CudaAllocation found = cuda_allocation(ptr, device);
+            return py::make_tuple(found.base, found.num_bytes, found.id, found.is_shareable);
+        },
+        py::arg("ptr"), py::arg("device"));
+    module.def(
+        "cuda_export",
+        [](std::uint64_t base, int device) { return py::bytes(cuda_export(base, device)); },
+        py::arg("base"), py::arg("device"));
+    module.def(
+        "cuda_map",
+        [](const std::string& handle, int device) {
+            const py::gil_scoped_release unlocked;
+            return cuda_map(handle, device);
+        },
+        py::arg("handle"), py::arg("device"));
+    module.def("cuda_unmap", &cuda_unmap, py::arg("base"), py::arg("device"), released());
+    module.def("cuda_create_stream", &cuda_create_stream, py::arg("device"), released());
+    module.def("cuda_wait_stream", &cuda_wait_stream, py::arg("stream"), py::arg("device"),
+               released());
+    module.def("cuda_synchronize", &cuda_synchronize, py::arg("device"), released());
+    module.def("cuda_copy", &cuda_copy, py::arg("target_ptr"), py::arg("source_ptr"),
+               py::arg("num_bytes"), py::arg("device"), released());
+}
+
+}  // namespace weightsync::bindings

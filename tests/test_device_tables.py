@@ -1,0 +1,175 @@
+"""One seam for both kinds of device; what cannot be is refused in words."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from engine_adapter.tensors import TensorEngine
+from weightsync import native
+from weightsync.device_tables import (
+    bytes_at,
+    cuda_index,
+    device_of,
+    owned_digests,
+    private_memory,
+    segment_copy,
+    synchronize,
+)
+from weightsync.errors import CapacityError, ConfigError, UnavailableError
+from weightsync.layout import Layout, PlacedBox, Region, TensorLayout
+from weightsync.plan import make_plan
+from weightsync.tables import digest_rows, segment_rows, table
+from weightsync.types import (
+    Availability,
+    Box,
+    Capabilities,
+    Contract,
+    ContractChoice,
+    CostConstants,
+    RegionAddress,
+    RegionKind,
+    TensorMeta,
+)
+
+
+def test_one_device() -> None:
+    regions = [RegionAddress(0, 64, 8, "cuda:1"), RegionAddress(1, 0, 0)]
+    assert device_of(regions, "it") == "cuda:1"
+    assert device_of(regions[1:], "it") == "cpu"
+    with pytest.raises(ConfigError, match=r"it lies on several devices \(cpu, cuda:1\)"):
+        device_of([*regions, RegionAddress(2, 128, 8)], "it")
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta", "cuda", "cuda:x", "xpu:0"])
+def test_no_cuda_device(device: str) -> None:
+    with pytest.raises(ConfigError, match="only 'cpu' and CUDA"):
+        cuda_index(device)
+
+
+def test_a_build_without_cuda_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "has_cuda", lambda: False)
+    monkeypatch.setattr(native, "cuda_unavailable_reason", lambda: "built without CUDA")
+    with pytest.raises(ConfigError, match=r"built without CUDA.*docs/cuda\.md.*WEIGHTSYNC_CUDA=ON"):
+        cuda_index("cuda:0")
+    synchronize("cpu")
+
+
+DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_copies_and_digests(device: str) -> None:
+    values = np.arange(5000, dtype=np.uint32)
+    memories = [private_memory(values.nbytes, device) for _ in range(2)]
+    source, target = (m.ptr for m in memories)
+    if device == "cpu":
+        native.memcpy_bytes(source, values.ctypes.data, values.nbytes)
+    else:
+        native.extension.cuda_copy(source, values.ctypes.data, values.nbytes, 0)
+    rows = table(segment_rows((5000,), source=(source, (4,), 4), target=(target, (4,), 4)), 13)
+    copy = segment_copy(rows, device)
+    for _ in range(2):
+        copy.run(num_threads=1)
+    args = {"strides_bytes": (4,), "index_strides": (1,), "start_index": 0, "item": 4, "seed": 7}
+    digests = owned_digests(
+        digest_rows((5000,), ptr=target, **args) * 2 + digest_rows((100,), ptr=source, **args),
+        [0, 0, 1],
+        3,
+        device,
+    )
+    here = int(values.ctypes.data)
+    whole = native.digest_segments(table(digest_rows((5000,), ptr=here, **args), 15))[0]
+    part = native.digest_segments(table(digest_rows((100,), ptr=here, **args), 15))[0]
+    for _ in range(2):
+        assert digests.run(1).tolist() == [(2 * int(whole)) % 2**64, int(part), 0]
+    if device != "cpu":
+        assert np.array_equal(bytes_at(target, values.nbytes, device).view(np.uint32), values)
+    for memory in memories:
+        memory.close()
+        memory.close()
+
+
+@pytest.mark.gpu
+def test_more_than_there_is() -> None:
+    with pytest.raises(CapacityError, match="are free there"):
+        private_memory(2**45, "cuda:0")
+
+
+# --- what a plan says of devices ------------------------------------------------------------------
+
+
+def layout_on(*devices: str, kind: RegionKind = RegionKind.PERSISTENT) -> Layout:
+    """One tensor of four bytes on each device."""
+    tensors = tuple(
+        TensorLayout(
+            f"t{i}",
+            (TensorMeta(f"t{i}", "uint8", (4,)),),
+            (PlacedBox(0, Box.whole((4,)), i, 0, (1,), "uint8"),),
+        )
+        for i in range(len(devices))
+    )
+    return Layout(1, tensors, (tuple(Region(4, kind, device) for device in devices),), {})
+
+
+def capabilities(reads_cuda: bool) -> Capabilities:
+    refused = Availability(False, "the kernel refuses")
+    return Capabilities(
+        "some",
+        {Contract.STREAM: Availability(True), Contract.DIRECT: refused},
+        {c: CostConstants(1e-6, 1e9) for c in Contract},
+        reads_cuda=reads_cuda,
+    )
+
+
+def contract_of(
+    source: Layout,
+    target: Layout,
+    *,
+    reads_cuda: bool = True,
+    choice: ContractChoice = ContractChoice.AUTO,
+) -> Contract:
+    have = capabilities(reads_cuda)
+    return make_plan(source, target, bucket_bytes=256, capabilities=have, choice=choice).contract
+
+
+def test_between_cuda_devices_only_direct_reads() -> None:
+    """Which the kernel's word on reading a process does not touch. Numbers of devices may differ."""
+    source, target = layout_on("cuda:1", "cuda:1"), layout_on("cuda:0", "cuda:0")
+    assert contract_of(source, target) is Contract.DIRECT
+    with pytest.raises(UnavailableError, match="a stream moves host memory only"):
+        contract_of(source, target, choice=ContractChoice.STREAM)
+    with pytest.raises(UnavailableError, match=r"temporary.*a stream moves host memory only"):
+        contract_of(layout_on("cuda:0", "cuda:0", kind=RegionKind.TEMPORARY), target)
+    with pytest.raises(UnavailableError, match="transport='ipc'"):
+        contract_of(source, target, reads_cuda=False)
+
+
+def test_the_host_is_as_it_was() -> None:
+    assert contract_of(layout_on("cpu"), layout_on("cpu")) is Contract.STREAM
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "message"),
+    [
+        (("cpu", "cpu"), ("cuda:0", "cuda:0"), "both must lie on"),
+        (("cuda:0", "cuda:0"), ("cpu", "cpu"), "both must lie on"),
+        (("cpu", "cuda:0"), ("cuda:0", "cuda:0"), "cpu, cuda:0.*on one device"),
+        (("cuda:0", "cuda:0"), ("cuda:0", "cuda:1"), "on one device"),
+        (("xpu:0", "xpu:0"), ("xpu:0", "xpu:0"), "both must lie on"),
+    ],
+)
+def test_devices_that_nothing_joins(
+    source: tuple[str, ...], target: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(UnavailableError, match=message):
+        contract_of(layout_on(*source), layout_on(*target))
+
+
+@pytest.mark.gpu
+def test_an_engine_on_two_devices() -> None:
+    import torch
+
+    named = {"a": torch.zeros(4, device="cuda:0"), "b": torch.zeros(4)}
+    with pytest.raises(ConfigError, match="the engine lies on several devices"):
+        TensorEngine(named.items())

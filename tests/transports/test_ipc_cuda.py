@@ -1,0 +1,378 @@
+"""``ipc`` between two processes of one CUDA device."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from processes import Child, Pipe, open_fds
+
+from engine_adapter.module import ModuleAdapter
+from weightsync.errors import ProtocolError, UnavailableError, WeightSyncError
+from weightsync.receiver import Receiver
+from weightsync.sender import Sender
+from weightsync.transports.ipc_cuda import Allocation, find_allocations, parse_device
+from weightsync.types import RegionAddress
+
+# --- pure parts: they run everywhere --------------------------------------------------------------
+
+UUID = "ab" * 16
+HANDLE = "0c" * 64
+GOOD = {
+    "uuid": UUID,
+    "allocations": [{"ptr": 4096, "num_bytes": 8192, "id": "1f", "handle": HANDLE}],
+}
+
+
+def described(**changes: Any) -> dict[str, Any]:
+    return {"uuid": UUID, "allocations": [{**GOOD["allocations"][0], **changes}]}  # type: ignore[dict-item]
+
+
+def test_a_descriptor_survives_the_wire() -> None:
+    uuid, allocations = parse_device(json.loads(json.dumps(GOOD)))
+    assert uuid == UUID
+    assert allocations == (Allocation(4096, 8192, "1f", HANDLE),)
+    assert [a.to_json() for a in allocations] == GOOD["allocations"]
+    assert parse_device({"uuid": UUID, "allocations": []}) == (UUID, ())
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ([], "expected an object"),
+        ({"uuid": UUID}, "'allocations' is missing"),
+        ({**GOOD, "surplus": 1}, "surplus"),
+        ({**GOOD, "uuid": "ab"}, "'uuid' must be 16 bytes"),
+        ({**GOOD, "uuid": "zz" * 16}, "'uuid' must be 16 bytes"),
+        (described(handle="0c" * 63), "'handle' must be 64 bytes"),
+        (described(handle=5), "'handle' must be str"),
+        (described(ptr=-1), "'ptr' is -1"),
+        (described(num_bytes=0), "out of range"),
+        (described(ptr=2**63 - 1), "out of range"),
+        (described(surplus=1), "surplus"),
+        ({**GOOD, "allocations": described()["allocations"] * 2}, "overlap"),
+    ],
+)
+def test_a_descriptor_that_cannot_be(value: object, message: str) -> None:
+    with pytest.raises(ProtocolError, match=message):
+        parse_device(value)
+
+
+def look_up(asked: list[int], is_shareable: bool = True) -> Callable[[int], Any]:
+    """Allocations of 1000 bytes at each multiple of 1000, numbered."""
+
+    def ask(ptr: int) -> tuple[int, int, int, bool]:
+        asked.append(ptr)
+        return ptr // 1000 * 1000, 1000, ptr // 1000, is_shareable
+
+    return ask
+
+
+def on_cuda(*spans: tuple[int, int]) -> list[RegionAddress]:
+    return [RegionAddress(i, *span, "cuda:0") for i, span in enumerate(spans)]
+
+
+def test_an_allocation_is_found_once() -> None:
+    asked: list[int] = []
+    regions = on_cuda((3500, 500), (1000, 10), (1500, 500), (3000, 1), (0, 0))
+    found = find_allocations(regions, look_up(asked))
+    assert found == [(1000, 1000, 1), (3000, 1000, 3)]
+    assert asked == [1000, 3000]
+
+
+def test_regions_outside_one_allocation() -> None:
+    with pytest.raises(UnavailableError, match="reaches over the end of its allocation"):
+        find_allocations(on_cuda((1500, 501)), look_up([]))
+
+
+def test_memory_that_has_no_handle() -> None:
+    with pytest.raises(UnavailableError, match=r"expandable_segments.*PYTORCH_CUDA_ALLOC_CONF"):
+        find_allocations(on_cuda((1500, 5)), look_up([], is_shareable=False))
+
+
+# --- two processes --------------------------------------------------------------------------------
+
+DEVICE = "cuda:0"
+LIMITS = {"deadline_s": 60.0, "commit_timeout_s": 60.0, "connect_timeout_s": 60.0}
+
+
+def make_module(seed: int | None, dtype_of_a: str = "bfloat16") -> Any:
+    """Odd, strided, tiny, tied, empty and large tensors; zeros without a seed."""
+    import torch
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            shapes = {
+                "a": ((513, 1031), getattr(torch, dtype_of_a)),
+                "b": ((7,), torch.float32),
+                "c": ((), torch.float32),
+                "d": ((3000, 4096), torch.bfloat16),
+                "e": ((0, 3), torch.bfloat16),
+                "f": ((129, 65), torch.float16),
+            }
+            for name, (shape, dtype) in shapes.items():
+                value = torch.zeros(shape, dtype=dtype, device=DEVICE)
+                self.register_parameter(name, torch.nn.Parameter(value, requires_grad=False))
+            turned = torch.zeros((64, 200), dtype=torch.bfloat16, device=DEVICE).T
+            self.turned = torch.nn.Parameter(turned, requires_grad=False)
+            self.many = torch.nn.ParameterList(
+                torch.nn.Parameter(torch.zeros(33, dtype=torch.bfloat16, device=DEVICE), False)
+                for _ in range(200)
+            )
+            self.tied = self.d
+
+    module = Model()
+    if seed is not None:
+        fill(module, seed)
+    return module
+
+
+def fill(module: Any, seed: int) -> None:
+    """Random bits of every kind; enqueued, not waited for."""
+    import torch
+
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    for parameter in module.parameters():
+        parameter.data.normal_(generator=generator)
+
+
+def assert_holds(module: Any, seed: int) -> None:
+    import torch
+
+    expected = make_module(seed)
+    for (name, found), wanted in zip(module.named_parameters(), expected.parameters(), strict=True):
+        assert torch.equal(found.data, wanted.data.to(found.dtype)), name
+
+
+def trainer(pipe: Pipe) -> None:
+    """Child: a trainer that does as it is told."""
+    import torch
+
+    state = _Trainer()
+    while True:
+        verb, *arguments = pipe.receive(300.0)
+        try:
+            result: Any = getattr(state, verb)(*arguments)
+            pipe.send({"result": result})
+        except WeightSyncError as error:
+            pipe.send({"error": type(error).__name__, "message": str(error)})
+        gc.collect()
+        torch.cuda.synchronize()
+
+
+class _Trainer:
+    def __init__(self) -> None:
+        self.module: Any = None
+        self.sender: Sender | None = None
+
+    def make(self, seed: int, dtype_of_a: str = "bfloat16") -> None:
+        self.module = make_module(seed, dtype_of_a)
+
+    def make_on_host(self, seed: int) -> None:
+        self.module = make_module(seed).to("cpu")
+
+    def connect(self, url: str, options: dict[str, Any]) -> None:
+        self.sender = Sender.connect([url], **{"transport": "ipc", **LIMITS, **options})
+
+    def refit(self, version: int, seed: int, way: str = "module") -> dict[str, Any]:
+        assert self.sender is not None
+        fill(self.module, seed)  # nobody waits for this here
+        source: Any = self.module
+        if way == "generator":
+            source = ((n, p) for n, p in self.module.named_parameters())
+        with self.sender.update(version=version) as update:
+            update.send(source)
+        assert update.report is not None
+        return {"outcome": update.report.engines[0].outcome.value, "fds": len(open_fds())}
+
+    def close(self) -> None:
+        assert self.sender is not None
+        self.sender.close()
+        self.sender = None
+
+    def free(self) -> None:
+        import torch
+
+        self.module = None
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+class _FarTrainer:
+    """Calls of a child, by name."""
+
+    def __init__(self, child: Child) -> None:
+        self.child = child
+
+    def __call__(self, verb: str, *arguments: Any) -> Any:
+        self.child.send([verb, *arguments])
+        answer = self.child.receive(120.0)
+        assert "error" not in answer, answer
+        return answer["result"]
+
+    def failure(self, verb: str, *arguments: Any) -> str:
+        self.child.send([verb, *arguments])
+        answer = self.child.receive(120.0)
+        assert "error" in answer, answer
+        return f"{answer['error']}: {answer['message']}"
+
+
+@contextmanager
+def far_trainer(env: Mapping[str, str] | None = None) -> Iterator[_FarTrainer]:
+    with Child("transports.test_ipc_cuda:trainer", env) as child:
+        yield _FarTrainer(child)
+
+
+@contextmanager
+def engine(**options: Any) -> Iterator[tuple[Any, Receiver]]:
+    module = make_module(None)
+    receiver = Receiver(ModuleAdapter(module, **options)).start()
+    try:
+        yield module, receiver
+    finally:
+        receiver.close()
+
+
+def free_bytes() -> int:
+    import torch
+
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return int(torch.cuda.mem_get_info(0)[0])
+
+
+placements = pytest.mark.parametrize("placement", ["staged", "in_place"])
+
+
+@pytest.mark.gpu
+@placements
+@pytest.mark.parametrize("verify", ["read", "read_back"])
+def test_refits_are_equal_bit_for_bit(placement: str, verify: str) -> None:
+    with engine() as (module, receiver), far_trainer() as far:
+        far("make", 1)
+        far("connect", receiver.url, {"placement": placement, "verify": verify})
+        for version in range(1, 5):
+            assert far("refit", version, 100 + version)["outcome"] == "committed"
+            assert_holds(module, 100 + version)
+        far("close")
+
+
+@pytest.mark.gpu
+@placements
+def test_opaque_slots_and_a_cast(placement: str) -> None:
+    with engine(opaque=("b", "turned")) as (module, receiver), far_trainer() as far:
+        far("make", 1, "float32")
+        far("connect", receiver.url, {"placement": placement, "cast": "fp32_to_bf16"})
+        assert far("refit", 1, 5)["outcome"] == "committed"
+        import torch
+
+        expected = make_module(5, "float32")
+        for name in ("a", "b", "turned"):
+            wanted = getattr(expected, name).data.to(getattr(module, name).dtype)
+            assert torch.equal(getattr(module, name).data, wanted), name
+
+
+@pytest.mark.gpu
+def test_memory_that_was_allocated_again() -> None:
+    """Perhaps at the same address: never what was there before."""
+    with engine() as (module, receiver), far_trainer() as far:
+        far("make", 1)
+        far("connect", receiver.url, {"placement": "in_place"})
+        for version in range(1, 6):
+            far("free")
+            far("make", version)
+            assert far("refit", version, version)["outcome"] == "committed"
+            assert_holds(module, version)
+
+
+@pytest.mark.gpu
+@placements
+def test_a_trainer_that_is_killed(placement: str) -> None:
+    with engine() as (module, receiver):
+        before = free_bytes()
+        for seed in range(3):
+            with far_trainer() as far:
+                far("make", seed)
+                far("connect", receiver.url, {"placement": placement, "lease_s": 2.0})
+                assert far("refit", 1, seed)["outcome"] == "committed"
+                far.child.kill()
+            assert_holds(module, seed)
+        receiver.close()
+        assert free_bytes() >= before - 2**21
+
+
+@pytest.mark.gpu
+@placements
+def test_the_trainers_memory_is_free_after_it_closed(placement: str) -> None:
+    with engine() as (_, receiver), far_trainer() as far:
+        far("free")
+        before = free_bytes()
+        far("make", 1)
+        far("free")  # its context and libraries are loaded now
+        empty = free_bytes()
+        far("make", 1)
+        far("connect", receiver.url, {"placement": placement})
+        far("refit", 1, 1)
+        far("close")
+        far("free")
+        receiver.close()
+        assert free_bytes() >= empty - 2**22, (before, empty)
+
+
+@pytest.mark.gpu
+@placements
+def test_nothing_grows(placement: str) -> None:
+    with engine() as (module, receiver), far_trainer() as far:
+        far("make", 1)
+        far("connect", receiver.url, {"placement": placement})
+        for version in range(1, 11):
+            fds_there = far("refit", version, version)["fds"]
+        fds_here, before = len(open_fds()), free_bytes()
+        for version in range(11, 211):
+            answer = far("refit", version, version)
+        assert_holds(module, 210)
+        assert (len(open_fds()), answer["fds"]) == (fds_here, fds_there)
+        assert free_bytes() >= before - 2**21
+
+
+@pytest.mark.gpu
+def test_what_cannot_be_sent_is_refused() -> None:
+    with engine() as (module, receiver), far_trainer() as far:
+        far("make", 1)
+        far("connect", receiver.url, {"contract": "stream"})
+        assert "a stream moves host memory only" in far.failure("refit", 1, 1)
+        far("close")
+        far("connect", receiver.url, {})
+        assert "a stream moves host memory only" in far.failure("refit", 1, 1, "generator")
+        assert far("refit", 2, 2)["outcome"] == "committed"
+        assert_holds(module, 2)
+        far("close")
+
+
+@pytest.mark.gpu
+def test_expandable_segments_are_refused_by_name() -> None:
+    setting = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    with engine() as (_, receiver), far_trainer(setting) as far:
+        far("make", 1)
+        far("connect", receiver.url, {})
+        assert "expandable_segments" in far.failure("refit", 1, 1)
+
+
+@pytest.mark.gpu
+@placements
+def test_within_one_process(placement: str) -> None:
+    source = make_module(3)
+    with engine() as (module, receiver):
+        options = {"transport": "ipc", "placement": placement, **LIMITS}
+        with Sender.connect([receiver], **options) as sender:
+            for version in (1, 2):
+                fill(source, version)
+                with sender.update(version=version) as update:
+                    update.send(source)
+                assert_holds(module, version)

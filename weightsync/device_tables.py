@@ -1,0 +1,226 @@
+"""Memory, segment copies and digests on the device where tensors are: the host or one CUDA device.
+
+A device is torch's word: ``cpu``, ``cuda:0``. Tables are made once for a device and run again and
+again. On CUDA they run on a stream of our own, which waits for nobody: whoever wrote the memory
+before has called :func:`synchronize`, and on return the work is done.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsync import native
+from weightsync.errors import CapacityError, ConfigError, TransportError
+from weightsync.memory import HostMemory
+from weightsync.types import RegionAddress, format_bytes
+
+CPU: Final = "cpu"
+
+Table = npt.NDArray[np.int64]
+
+
+def cuda_index(device: str) -> int:
+    """The number of a CUDA device in this process. Raises :class:`ConfigError` if there is none."""
+    kind, _, index = device.partition(":")
+    if kind != "cuda" or not index.isdecimal():
+        raise ConfigError(
+            f"memory of device {device!r}: only 'cpu' and CUDA devices are understood"
+        )
+    if not native.has_cuda():
+        raise ConfigError(
+            f"memory of device {device!r} cannot be touched: {native.cuda_unavailable_reason()}. "
+            "docs/cuda.md says how to build the extension with CUDA "
+            "(pip install . -C cmake.define.WEIGHTSYNC_CUDA=ON)"
+        )
+    return int(index)
+
+
+def device_of(regions: Iterable[RegionAddress], what: str) -> str:
+    """The one device that holds all regions with a byte. Raises :class:`ConfigError` for several."""
+    found = sorted({region.device for region in regions if region.num_bytes})
+    if len(found) > 1:
+        raise ConfigError(
+            f"{what} lies on several devices ({', '.join(found)}); it must lie on one"
+        )
+    return found[0] if found else CPU
+
+
+@contextmanager
+def cuda_errors(what: str) -> Iterator[None]:
+    """What CUDA refuses becomes :class:`TransportError`."""
+    try:
+        yield
+    except native.CudaError as error:
+        raise TransportError(f"{what}: {error}") from error
+
+
+def synchronize(device: str) -> None:
+    """Wait for all work of this process on a CUDA device; nothing on the host."""
+    if device != CPU:
+        with cuda_errors(device):
+            native.extension.cuda_synchronize(cuda_index(device))
+
+
+_streams: dict[int, int] = {}
+_streams_lock = threading.Lock()
+
+
+def stream_of(index: int) -> int:
+    """The stream that our work on a device runs on, made once a process."""
+    with _streams_lock:
+        if index not in _streams:
+            _streams[index] = native.extension.cuda_create_stream(index)
+        return _streams[index]
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+class Memory(Protocol):
+    """Memory of our own."""
+
+    ptr: int
+    num_bytes: int
+
+    def close(self) -> None: ...
+
+
+class DeviceMemory:
+    """An allocation on a CUDA device, outside the caches of every framework."""
+
+    def __init__(self, num_bytes: int, device: str) -> None:
+        index = cuda_index(device)
+        try:
+            self.ptr = native.extension.cuda_malloc(num_bytes, index)
+        except native.CudaError as error:
+            if error.error_name != "cudaErrorMemoryAllocation":
+                raise TransportError(f"staging memory on {device}: {error}") from error
+            free_bytes = native.extension.cuda_free_bytes(index)
+            raise CapacityError(
+                f"{device}: {num_bytes} B ({format_bytes(num_bytes)}) are needed, but only "
+                f"{format_bytes(free_bytes)} are free there"
+            ) from error
+        self.num_bytes = num_bytes
+        self._index: int | None = index
+
+    def close(self) -> None:
+        """Free it, after all work that uses it. Idempotent."""
+        index, self._index = self._index, None
+        if index is not None:
+            with cuda_errors("device memory"):
+                native.extension.cuda_free(self.ptr, index)
+
+
+def private_memory(num_bytes: int, device: str) -> Memory:
+    """Memory on a device that is there already: no first use pays. Raises CapacityError."""
+    if device != CPU:
+        return DeviceMemory(num_bytes, device)
+    memory = HostMemory.anonymous(num_bytes)
+    native.prefault(memory.ptr, num_bytes)
+    return memory
+
+
+def bytes_at(ptr: int, num_bytes: int, device: str) -> npt.NDArray[np.uint8]:
+    """A copy of memory of a CUDA device, on the host."""
+    found = np.empty(num_bytes, dtype=np.uint8)
+    if num_bytes:
+        with cuda_errors(device):
+            native.extension.cuda_copy(found.ctypes.data, ptr, num_bytes, cuda_index(device))
+    return found
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+class SegmentCopy(ABC):
+    """Segments that are copied again and again."""
+
+    @abstractmethod
+    def run(self, num_threads: int) -> None:
+        """Copy them all; on return they are there."""
+
+
+class _HostCopy(SegmentCopy):
+    def __init__(self, rows: Table) -> None:
+        self._rows = rows
+
+    def run(self, num_threads: int) -> None:
+        native.copy_segments(self._rows, num_threads=num_threads)
+
+
+class CudaCopy(SegmentCopy):
+    """One launch a run; cannot be stopped, and need not: it is short."""
+
+    def __init__(self, rows: Table, device: str) -> None:
+        self._index = cuda_index(device)
+        self._device = device
+        with cuda_errors(device):
+            self._stream = stream_of(self._index)
+            self._table = native.SegmentTableCuda(rows, self._index)
+
+    def run(self, num_threads: int = 1) -> None:
+        with cuda_errors(self._device):
+            self._table.launch(self._stream)
+            native.extension.cuda_wait_stream(self._stream, self._index)
+
+    def close(self) -> None:
+        """Free the table. Idempotent."""
+        with cuda_errors(self._device):
+            self._table.close()
+
+
+def segment_copy(rows: Table, device: str) -> SegmentCopy:
+    """``rows`` (of memory of ``device``) made ready to be copied."""
+    return _HostCopy(rows) if device == CPU else CudaCopy(rows, device)
+
+
+class OwnedDigests(ABC):
+    """Rows that are digested again and again, each for one of several owners."""
+
+    @abstractmethod
+    def run(self, num_threads: int) -> npt.NDArray[np.uint64]:
+        """The digest of each owner."""
+
+
+class _HostDigests(OwnedDigests):
+    def __init__(self, rows: Table, owners: Table, num_owners: int) -> None:
+        self._rows, self._owners, self._num_owners = rows, owners, num_owners
+
+    def run(self, num_threads: int) -> npt.NDArray[np.uint64]:
+        sums: npt.NDArray[np.uint64] = np.zeros(self._num_owners, dtype=np.uint64)
+        if len(self._rows):
+            found = native.digest_segments(self._rows, num_threads=num_threads)
+            np.add.at(sums, self._owners, found)  # wraps modulo 2^64, as it must
+        return sums
+
+
+class _CudaDigests(OwnedDigests):
+    def __init__(self, rows: Table, owners: Table, num_owners: int, device: str) -> None:
+        self._device = device
+        index = cuda_index(device)
+        with cuda_errors(device):
+            self._stream = stream_of(index)
+            self._table = native.DigestTableCuda(rows, index, owners=owners, num_owners=num_owners)
+
+    def run(self, num_threads: int) -> npt.NDArray[np.uint64]:
+        with cuda_errors(self._device):
+            self._table.launch(self._stream)
+            return self._table.result()
+
+
+def owned_digests(
+    rows: Sequence[tuple[int, ...]], owners: Sequence[int], num_owners: int, device: str
+) -> OwnedDigests:
+    """Digest rows of memory of ``device`` made ready; row i counts for ``owners[i]``."""
+    table: Any = np.array(rows, dtype=np.int64).reshape(-1, len(native.DIGEST_COLUMNS))
+    whose: Any = np.array(owners, dtype=np.int64)
+    if device == CPU:
+        return _HostDigests(table, whose, num_owners)
+    return _CudaDigests(table, whose, num_owners, device)
