@@ -204,13 +204,14 @@ class _HostDigests(OwnedDigests):
 class _CudaDigests(OwnedDigests):
     def __init__(self, rows: Table, owners: Table, num_owners: int, device: str) -> None:
         self._device = device
+        self._lock = threading.Lock()  # engines of one plan are served in parallel
         index = cuda_index(device)
         with cuda_errors(device):
             self._stream = stream_of(index)
             self._table = native.DigestTableCuda(rows, index, owners=owners, num_owners=num_owners)
 
     def run(self, num_threads: int) -> npt.NDArray[np.uint64]:
-        with cuda_errors(self._device):
+        with self._lock, cuda_errors(self._device):
             self._table.launch(self._stream)
             return self._table.result()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -97,6 +98,10 @@ def test_memory_that_has_no_handle() -> None:
 # --- two processes --------------------------------------------------------------------------------
 
 DEVICE = "cuda:0"
+#: Of a module's largest tensor. What kernels take when they are first loaded is less.
+MODULE_BYTES = 3000 * 4096 * 2
+STAGING_BYTES = MODULE_BYTES + 2 * 2**20
+SLACK_BYTES = 16 * 2**20
 LIMITS = {"deadline_s": 60.0, "commit_timeout_s": 60.0, "connect_timeout_s": 60.0}
 
 
@@ -190,6 +195,11 @@ class _Trainer:
         assert update.report is not None
         return {"outcome": update.report.engines[0].outcome.value, "fds": len(open_fds())}
 
+    def refit_held(self, version: int) -> None:
+        assert self.sender is not None
+        with self.sender.update(version=version) as update:
+            update.send(self.module)
+
     def close(self) -> None:
         assert self.sender is not None
         self.sender.close()
@@ -245,6 +255,14 @@ def free_bytes() -> int:
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     return int(torch.cuda.mem_get_info(0)[0])
+
+
+def wait_for_free(num_bytes: int) -> None:
+    """The engine lets go on a thread of its own."""
+    end_s = time.monotonic() + 20.0
+    while (found := free_bytes()) < num_bytes:
+        assert time.monotonic() < end_s, f"{num_bytes - found} B too little are free"
+        time.sleep(0.05)
 
 
 placements = pytest.mark.parametrize("placement", ["staged", "in_place"])
@@ -303,26 +321,25 @@ def test_a_trainer_that_is_killed(placement: str) -> None:
                 assert far("refit", 1, seed)["outcome"] == "committed"
                 far.child.kill()
             assert_holds(module, seed)
+            wait_for_free(before - STAGING_BYTES - SLACK_BYTES)  # while the engine lives
         receiver.close()
-        assert free_bytes() >= before - 2**21
+        wait_for_free(before - SLACK_BYTES)
 
 
 @pytest.mark.gpu
 @placements
 def test_the_trainers_memory_is_free_after_it_closed(placement: str) -> None:
+    """Before the engine did. The first round is for what both sides keep."""
     with engine() as (_, receiver), far_trainer() as far:
-        far("free")
-        before = free_bytes()
-        far("make", 1)
-        far("free")  # its context and libraries are loaded now
-        empty = free_bytes()
-        far("make", 1)
-        far("connect", receiver.url, {"placement": placement})
-        far("refit", 1, 1)
-        far("close")
-        far("free")
-        receiver.close()
-        assert free_bytes() >= empty - 2**22, (before, empty)
+        for seed in range(3):
+            far("make", seed)
+            held = free_bytes()
+            far("connect", receiver.url, {"placement": placement})
+            far("refit", 1, seed)
+            far("close")
+            far("free")
+            if seed:
+                wait_for_free(held + MODULE_BYTES - 2**21)
 
 
 @pytest.mark.gpu
@@ -330,7 +347,8 @@ def test_the_trainers_memory_is_free_after_it_closed(placement: str) -> None:
 def test_nothing_grows(placement: str) -> None:
     with engine() as (module, receiver), far_trainer() as far:
         far("make", 1)
-        far("connect", receiver.url, {"placement": placement})
+        # No heartbeat on the way: its connection is a file of its own on either side.
+        far("connect", receiver.url, {"placement": placement, "lease_s": 3600.0})
         for version in range(1, 11):
             fds_there = far("refit", version, version)["fds"]
         fds_here, before = len(open_fds()), free_bytes()
@@ -352,7 +370,8 @@ def test_what_cannot_be_sent_is_refused() -> None:
         assert "a stream moves host memory only" in far.failure("refit", 1, 1, "generator")
         assert far("refit", 2, 2)["outcome"] == "committed"
         assert_holds(module, 2)
-        far("close")
+        far("make_on_host", 1)
+        assert "both must lie on" in far.failure("refit_held", 3)
 
 
 @pytest.mark.gpu

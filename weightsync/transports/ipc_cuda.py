@@ -7,10 +7,12 @@ has. Mappings are closed explicitly, for a mapped allocation is not free even wh
 
 from __future__ import annotations
 
+import bisect
 import itertools
+import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -21,6 +23,8 @@ from weightsync.transports.base import Table
 from weightsync.transports.link import check_fields
 from weightsync.transports.published import DevicePath, DeviceSource, Span
 from weightsync.types import RegionAddress
+
+_LOG = logging.getLogger(__name__)
 
 _DEVICE_FIELDS: Final = {"uuid": str, "allocations": list}
 _ALLOCATION_FIELDS: Final = {"ptr": int, "num_bytes": int, "id": str, "handle": str}
@@ -180,10 +184,23 @@ class CudaPath(DevicePath):
             if self._is_closed:
                 raise PeerLostError("this end was closed")
             self._drop_copies()
-            self._unmap(a for a in list(self._mapped) if a not in allocations)
+            wanted = frozenset(allocations)
+            self._unmap([a for a in self._mapped if a not in wanted])
             for allocation in allocations:
                 self._map(allocation)
-        return {region: self._address(region, *span) for region, span in regions.items()}
+        starts = [a.ptr for a in allocations]
+        found = {}
+        for region, (ptr, num_bytes) in regions.items():
+            found[region] = ptr
+            if num_bytes:
+                i = bisect.bisect_right(starts, ptr) - 1
+                a = allocations[max(i, 0)] if allocations else None
+                if a is None or not a.ptr <= ptr <= ptr + num_bytes <= a.ptr + a.num_bytes:
+                    raise ProtocolError(
+                        f"region {region} lies in no allocation of the direct descriptor"
+                    )
+                found[region] = self._mapped[a] + ptr - a.ptr
+        return found
 
     def _check_device(self, uuid: str, ours: str) -> None:
         index = cuda_index(ours)
@@ -206,14 +223,6 @@ class CudaPath(DevicePath):
             handle = bytes.fromhex(allocation.handle)
             self._mapped[allocation] = native.extension.cuda_map(handle, self._index)
 
-    def _address(self, region: int, ptr: int, num_bytes: int) -> int:
-        for a, mapped in self._mapped.items():
-            if a.ptr <= ptr and ptr + num_bytes <= a.ptr + a.num_bytes:
-                return mapped + ptr - a.ptr
-        if num_bytes == 0:
-            return ptr
-        raise ProtocolError(f"region {region} lies in no allocation of the direct descriptor")
-
     def prepare(self, rows: Table) -> CudaCopy:
         copy = CudaCopy(rows, self._device)
         self._copies.add(copy)
@@ -233,12 +242,18 @@ class CudaPath(DevicePath):
             copy.close()
         self._copies.clear()
 
-    def _unmap(self, allocations: Iterable[Allocation]) -> None:
+    def _unmap(self, allocations: Sequence[Allocation]) -> None:
+        """All of them, also when CUDA refuses one."""
+        refused: native.CudaError | None = None
         for allocation in allocations:
             mapped = self._mapped.pop(allocation)
-            if not self._is_own:
-                with cuda_errors(f"{allocation.num_bytes} B of the trainer"):
+            try:
+                if not self._is_own:
                     native.extension.cuda_unmap(mapped, self._index)
+            except native.CudaError as error:
+                refused = error
+        if refused is not None:
+            raise TransportError(f"the trainer's memory was not unmapped: {refused}") from refused
 
     def release(self) -> None:
         """Unmap everything; it can be mapped again."""
@@ -249,4 +264,7 @@ class CudaPath(DevicePath):
     def close(self) -> None:
         with self._lock:
             self._is_closed = True
-        self.release()
+        try:
+            self.release()
+        except TransportError:  # nothing more can be done, and others must be closed too
+            _LOG.exception("closing what was mapped of the trainer")
