@@ -91,6 +91,19 @@ def test_copies_and_digests(device: str) -> None:
 
 
 @pytest.mark.gpu
+def test_pinned_memory_outlives_its_end() -> None:
+    free_bytes = native.extension.cuda_free_bytes
+    memory = private_memory(2**28, "cuda:0")
+    held, pin = free_bytes(0), memory.pin()
+    memory.close()
+    assert free_bytes(0) < held + 2**27
+    del pin
+    assert free_bytes(0) >= held + 2**27
+    with pytest.raises(ValueError, match="was closed"):
+        memory.pin()
+
+
+@pytest.mark.gpu
 def test_more_than_there_is() -> None:
     with pytest.raises(CapacityError, match="are free there"):
         private_memory(2**45, "cuda:0")

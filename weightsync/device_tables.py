@@ -7,7 +7,9 @@ before has called :func:`synchronize`, and on return the work is done.
 
 from __future__ import annotations
 
+import logging
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +22,8 @@ from weightsync import native
 from weightsync.errors import CapacityError, ConfigError, TransportError
 from weightsync.memory import HostMemory
 from weightsync.types import RegionAddress, format_bytes
+
+_LOG = logging.getLogger(__name__)
 
 CPU: Final = "cpu"
 
@@ -89,7 +93,26 @@ class Memory(Protocol):
     ptr: int
     num_bytes: int
 
+    def pin(self) -> object:
+        """Keeps the memory, also when it is closed, until the pin is garbage."""
+        ...
+
     def close(self) -> None: ...
+
+
+class _Block:
+    """What is freed with its last reference: CUDA itself waits for work that uses it."""
+
+    def __init__(self, ptr: int, index: int) -> None:
+        self._free = weakref.finalize(self, _free, ptr, index)
+        self._free.atexit = False  # the process takes it along
+
+
+def _free(ptr: int, index: int) -> None:
+    try:
+        native.extension.cuda_free(ptr, index)
+    except native.CudaError:  # of an earlier kernel: the device is of no use any more
+        _LOG.exception("device memory was not freed")
 
 
 class DeviceMemory:
@@ -108,14 +131,16 @@ class DeviceMemory:
                 f"{format_bytes(free_bytes)} are free there"
             ) from error
         self.num_bytes = num_bytes
-        self._index: int | None = index
+        self._block: _Block | None = _Block(self.ptr, index)
+
+    def pin(self) -> object:
+        if self._block is None:
+            raise ValueError(f"device memory of {self.num_bytes} B was closed")
+        return self._block
 
     def close(self) -> None:
-        """Free it, after all work that uses it. Idempotent."""
-        index, self._index = self._index, None
-        if index is not None:
-            with cuda_errors("device memory"):
-                native.extension.cuda_free(self.ptr, index)
+        """Free it, or, while somebody holds a pin, when the last of them lets go. Idempotent."""
+        self._block = None
 
 
 def private_memory(num_bytes: int, device: str) -> Memory:

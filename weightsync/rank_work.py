@@ -137,7 +137,7 @@ class _Open:
 
     spec: SessionSpec
     landing: dict[tuple[int, int], Spot]
-    pin: memoryview | None  # keeps the staging copy mapped while a job may use it
+    pin: object | None  # keeps the staging copy mapped while a job may use it
     coverage: Coverage = field(default_factory=Coverage)
     moves: list[tuple[int, RefitPlan]] = field(default_factory=list)
     manifest: Manifest | None = None
@@ -210,8 +210,9 @@ class RankWork:
     def close(self) -> None:
         """Let go of everything; what a job still works on stays mapped for it."""
         self.set_endpoint(None)
-        self._digests.clear()
-        self._places.clear()
+        if self._open is None:  # else a job may look into them
+            self._digests.clear()
+            self._places.clear()
         for _, memory in self._staging.values():
             if memory is not None:
                 memory.close()
