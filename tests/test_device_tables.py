@@ -90,6 +90,28 @@ def test_copies_and_digests(device: str) -> None:
         memory.close()
 
 
+def test_memory_is_freed_once_with_its_last_pin(monkeypatch: pytest.MonkeyPatch) -> None:
+    freed: list[tuple[int, int]] = []
+    monkeypatch.setattr(native, "has_cuda", lambda: True)
+    monkeypatch.setattr(native.extension, "cuda_malloc", lambda num_bytes, device: 4096)
+    monkeypatch.setattr(
+        native.extension, "cuda_free", lambda ptr, device: freed.append((ptr, device))
+    )
+    memory = private_memory(100, "cuda:3")
+    assert (memory.ptr, memory.num_bytes) == (4096, 100)
+    pin = memory.pin()
+    memory.close()
+    memory.close()
+    assert freed == []
+    del pin
+    assert freed == [(4096, 3)]
+    with pytest.raises(ValueError, match="was closed"):
+        memory.pin()
+    memory = private_memory(100, "cuda:3")
+    memory.close()
+    assert freed == [(4096, 3)] * 2
+
+
 @pytest.mark.gpu
 def test_pinned_memory_outlives_its_end() -> None:
     free_bytes = native.extension.cuda_free_bytes

@@ -13,10 +13,18 @@ import pytest
 from processes import Child, Pipe, open_fds
 
 from engine_adapter.module import ModuleAdapter
-from weightsync.errors import ProtocolError, UnavailableError, WeightSyncError
+from weightsync import native
+from weightsync.errors import PeerLostError, ProtocolError, UnavailableError, WeightSyncError
 from weightsync.receiver import Receiver
 from weightsync.sender import Sender
-from weightsync.transports.ipc_cuda import Allocation, find_allocations, parse_device
+from weightsync.transports.ipc_cuda import (
+    Allocation,
+    CudaPath,
+    CudaSource,
+    find_allocations,
+    parse_device,
+)
+from weightsync.transports.published import Publisher
 from weightsync.types import RegionAddress
 
 # --- pure parts: they run everywhere --------------------------------------------------------------
@@ -395,3 +403,118 @@ def test_within_one_process(placement: str) -> None:
                 with sender.update(version=version) as update:
                     update.send(source)
                 assert_holds(module, version)
+
+
+# --- the engine's end, over a CUDA that only counts -----------------------------------------------
+
+
+class FakeCuda:
+    """Maps handles to addresses of its own; knows what is mapped."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.mapped: dict[int, bytes] = {}
+        self._next = 2**40
+        monkeypatch.setattr(native, "has_cuda", lambda: True)
+        monkeypatch.setattr(native.extension, "cuda_map", self._map)
+        monkeypatch.setattr(native.extension, "cuda_unmap", self._unmap)
+        uuid = bytes.fromhex(UUID)
+        monkeypatch.setattr(native.extension, "cuda_device_uuid", lambda device: uuid)
+
+    def _map(self, handle: bytes, device: int) -> int:
+        assert device == 1
+        self._next += 2**30
+        self.mapped[self._next] = handle
+        return self._next
+
+    def _unmap(self, ptr: int, device: int) -> None:
+        del self.mapped[ptr]  # twice is an error
+
+
+def allocations(*numbers: int) -> dict[str, Any]:
+    rows = [Allocation(n * 10_000, 5000, f"{n:x}", f"{n:02x}" * 64).to_json() for n in numbers]
+    return {"uuid": UUID, "allocations": rows}
+
+
+LOCAL = [RegionAddress(0, 64, 64, "cuda:1")]
+
+
+def test_allocations_are_mapped_once_and_unmapped_when_they_are_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cuda, path = FakeCuda(monkeypatch), CudaPath(is_own_process=False)
+    regions = {0: (10_000, 100), 1: (14_000, 1000), 2: (20_007, 1), 3: (0, 0)}
+    first = path.map_device(allocations(2, 1), regions, LOCAL)
+    one, two = sorted(cuda.mapped, key=cuda.mapped.__getitem__)
+    assert first == {0: one, 1: one + 4000, 2: two + 7, 3: 0}
+    second = path.map_device(allocations(2, 3), {0: (20_000, 5000), 1: (30_000, 1)}, LOCAL)
+    assert second[0] == two
+    assert cuda.mapped.keys() == {two, second[1]}
+    path.release()
+    assert not cuda.mapped
+    path.map_device(allocations(1), {0: (10_000, 1)}, LOCAL)
+    assert len(cuda.mapped) == 1
+    path.close()
+    path.close()
+    assert not cuda.mapped
+    with pytest.raises(PeerLostError):
+        path.map_device(allocations(1), {0: (10_000, 1)}, LOCAL)
+
+
+@pytest.mark.parametrize("span", [(9_999, 1), (14_999, 2), (15_000, 1), (30_000, 1)])
+def test_a_region_outside_every_allocation(
+    monkeypatch: pytest.MonkeyPatch, span: tuple[int, int]
+) -> None:
+    FakeCuda(monkeypatch)
+    for device in (allocations(1, 2), allocations()):
+        with pytest.raises(ProtocolError, match="region 5 lies in no allocation"):
+            CudaPath(is_own_process=False).map_device(device, {5: span}, LOCAL)
+
+
+def test_another_gpu_or_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, path = FakeCuda(monkeypatch), CudaPath(is_own_process=False)
+    foreign = {**allocations(1), "uuid": "cd" * 16}
+    with pytest.raises(
+        UnavailableError, match=f"UUID {'cd' * 16}, the engine's on cuda:1 with UUID"
+    ):
+        path.map_device(foreign, {0: (10_000, 1)}, LOCAL)
+    with pytest.raises(UnavailableError, match="the engine's on the host"):
+        path.map_device(allocations(1), {0: (10_000, 1)}, [RegionAddress(0, 64, 64)])
+    assert not cuda.mapped
+
+
+def test_the_own_process_is_not_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, path = FakeCuda(monkeypatch), CudaPath(is_own_process=True)
+    assert path.map_device(allocations(1), {0: (10_001, 1)}, LOCAL) == {0: 10_001}
+    path.close()
+    assert not cuda.mapped
+
+
+def test_another_allocation_at_the_same_address_is_a_new_epoch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    FakeCuda(monkeypatch)
+    waited: list[int] = []
+    identity = {10_000: 7, 20_000: 8}
+
+    def look_up(ptr: int, device: int) -> tuple[int, int, int, bool]:
+        base = ptr // 10_000 * 10_000
+        return base, 5000, identity[base], True
+
+    monkeypatch.setattr(native.extension, "cuda_synchronize", waited.append)
+    monkeypatch.setattr(native.extension, "cuda_allocation", look_up)
+    monkeypatch.setattr(
+        native.extension, "cuda_export", lambda base, device: bytes([identity[base]]) * 64
+    )
+    publisher = Publisher("ipc", "end", device_source=CudaSource())
+    regions = on_cuda((10_000, 10), (20_000, 10), (10_100, 10))
+    first = publisher.publish(regions)
+    assert publisher.publish(regions) == first
+    assert [a["id"] for a in first["device"]["allocations"]] == ["7", "8"]
+    identity[20_000] = 9
+    second = publisher.publish(regions)
+    assert second["epoch"] == first["epoch"] + 1
+    assert [a["id"] for a in second["device"]["allocations"]] == ["7", "9"]
+    assert waited == [0, 0, 0]  # each time: the regions were written since
+    on_host = publisher.publish([RegionAddress(0, 64, 64)])
+    assert "device" not in on_host
+    assert on_host["epoch"] == second["epoch"] + 1
