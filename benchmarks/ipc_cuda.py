@@ -1,6 +1,6 @@
 """Refits between two processes of one CUDA device over ``ipc``, against one device copy.
 
-    python benchmarks/ipc_cuda.py [--tensors 9000] [--kib 3072] [--repeats 9]
+    python benchmarks/ipc_cuda.py [--tensors 9000] [--kib 3072] [--repeats 9] [--tiny] [--json FILE]
 
 A trainer process holds the tensors, this one the engine. Times are medians of whole updates, as the
 trainer sees them, digests included; ``copy`` is the read alone, as the engine sees it. The engine's
@@ -15,11 +15,13 @@ import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from engine_adapter.module import ModuleAdapter
+from weightsync import native
 from weightsync.receiver import Receiver
 from weightsync.sender import Sender
 
@@ -69,7 +71,7 @@ def device_copy_s(num_bytes: int) -> float:
     return statistics.median(found)
 
 
-def measure(args: argparse.Namespace, placement: str, verify: str, seed: int) -> None:
+def measure(args: argparse.Namespace, placement: str, verify: str, seed: int) -> dict[str, Any]:
     module = make_module(args.tensors, args.kib * 1024, seed=None)
     with Receiver(ModuleAdapter(module)).start() as receiver:
         command = [
@@ -82,20 +84,30 @@ def measure(args: argparse.Namespace, placement: str, verify: str, seed: int) ->
         copies = [s for _, _, s in receiver._work.stats.buckets]
     expected = make_module(args.tensors, args.kib * 1024, seed=seed)
     for found, wanted in zip(module.weights, expected.weights, strict=True):
-        assert torch.equal(found, wanted)
+        if not torch.equal(found, wanted):
+            raise SystemExit(f"{placement}, {verify}: the bytes did not arrive")
     warm = runs[2:]
     phases = {
         name: statistics.median(run["phases"].get(name, 0.0) for run in warm) * 1e3
         for name in warm[-1]["phases"]
     }
+    row = {
+        "placement": placement,
+        "verify": verify,
+        "first_s": runs[0]["s"],
+        "update_s": statistics.median(run["s"] for run in warm),
+        "pause_s": statistics.median(run["pause_s"] for run in warm),
+        "copy_s": copies[-1],
+        "phases_ms": phases,
+    }
     print(
-        f"{placement:9} {verify:9} first {runs[0]['s'] * 1e3:8.1f} ms, then "
-        f"{statistics.median(run['s'] for run in warm) * 1e3:7.2f} ms, pause "
-        f"{statistics.median(run['pause_s'] for run in warm) * 1e3:7.2f} ms, copy "
-        f"{copies[-1] * 1e3:6.2f} ms",
+        f"{placement:9} {verify:9} first {row['first_s'] * 1e3:8.1f} ms, then "
+        f"{row['update_s'] * 1e3:7.2f} ms, pause {row['pause_s'] * 1e3:7.2f} ms, copy "
+        f"{row['copy_s'] * 1e3:6.2f} ms",
         {name: round(ms, 2) for name, ms in phases.items()},
         flush=True,
     )
+    return row
 
 
 def main() -> None:
@@ -107,19 +119,29 @@ def main() -> None:
     parser.add_argument("--placement", default="", help=argparse.SUPPRESS)
     parser.add_argument("--verify", default="", help=argparse.SUPPRESS)
     parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--tiny", action="store_true", help="small and quick, for a smoke test")
+    parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args()
+    if not native.has_cuda():
+        print(f"nothing to measure: {native.cuda_unavailable_reason()}")
+        return
+    if args.tiny:
+        args.tensors, args.kib, args.repeats = 100, 64, 2
     if args.trainer:
         trainer(args)
         return
     num_bytes = args.tensors * args.kib * 1024
+    copy_s = device_copy_s(num_bytes)
     print(
         f"{args.tensors} x {args.kib} KiB = {num_bytes / 1e9:.2f} GB on "
-        f"{torch.cuda.get_device_name(0)}; one device copy {device_copy_s(num_bytes) * 1e3:.2f} ms"
+        f"{torch.cuda.get_device_name(0)}; one device copy {copy_s * 1e3:.2f} ms"
     )
     torch.cuda.empty_cache()
     ways = [(p, v) for p in ("in_place", "staged") for v in ("read", "read_back")]
-    for seed, (placement, verify) in enumerate(ways):
-        measure(args, placement, verify, seed)
+    rows = [measure(args, placement, verify, seed) for seed, (placement, verify) in enumerate(ways)]
+    if args.json is not None:
+        result = {"num_bytes": num_bytes, "num_tensors": args.tensors, "device_copy_s": copy_s}
+        args.json.write_text(json.dumps({**result, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
