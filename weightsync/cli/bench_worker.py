@@ -11,12 +11,11 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict
 from typing import Any
 
 from weightsync.cli.bench_model import ModelChoice, change_all, load
 from weightsync.cli.memory_watch import MemoryWatch
-from weightsync.errors import ConfigError, UpdateFailedError, WeightSyncError, to_wire
+from weightsync.errors import ConfigError, WeightSyncError, to_wire
 
 _CEILING_BYTES = 2**30
 _CEILING_MIN_BYTES = 128 * 2**20  # four times a large last-level cache: memory, not cache
@@ -175,20 +174,13 @@ def main(argv: list[str]) -> int:
             try:
                 answer = {"result": command(**request)}
             except WeightSyncError as error:
-                answer = {"failure": _failure(error)}
+                answer = {"failure": to_wire(error)}
             answers.write(json.dumps(answer) + "\n")
             answers.flush()
             if is_last:
                 return 0
     worker.stop()
     return 0
-
-
-def _failure(error: WeightSyncError) -> dict[str, Any]:
-    failure: dict[str, Any] = dict(to_wire(error))
-    if isinstance(error, UpdateFailedError) and error.report is not None:
-        failure["engines"] = [asdict(e) for e in error.report.engines]
-    return failure
 
 
 if __name__ == "__main__":
