@@ -68,8 +68,11 @@ def test_a_slot_refuses_another_shape_and_an_unknown_name() -> None:
     slots = blank().slots
     with pytest.raises(ShapeMismatchError, match=r"got shape \(3,\), the model has \(64,\)"):
         slots.write("model.norm.weight", torch.ones(3))
-    with pytest.raises(LayoutError, match="closest: 'model.norm.weight'"):
+    with pytest.raises(LayoutError, match=r"closest: 'model\.norm\.weight'"):
         slots.write("model.norms.weight", torch.ones(64))
+
+
+STRAY = torch.ones(3)
 
 
 class Transposed:
@@ -126,9 +129,8 @@ def test_ranks_together_hold_every_box(variant: str, tp_size: int, ep_size: int,
                 mine = layout.tensors[layout.index[tensor.name]].placed
                 assert {p.rank for p in mine} == {r}
     for rank, model in enumerate(ranks):
-        assert (
-            sum(a.num_bytes for a in model.slots.addresses()) < _num_bytes(whole) * 0.85
-        )  # what is not split is small
+        # Norms, and attention under expert parallel alone, are on every rank.
+        assert _num_bytes(model.slots) < _num_bytes(whole) * 0.85
         assert [a.region for a in model.slots.addresses()] == [0]
         assert len(joined.regions[rank]) == 1
 
@@ -259,7 +261,7 @@ def test_sealing_accepts_what_is_registered_and_names_what_is_not() -> None:
     for plant in (
         lambda m: setattr(m, "scratch", torch.ones(3)),
         lambda m: setattr(m.layers[1].mlp, "down", torch.ones(3)),
-        lambda m: setattr(m, "hook", lambda x=torch.ones(3): x),
+        lambda m: setattr(m, "hook", lambda x=STRAY: x),
         lambda m: setattr(m, "hooks", {"a": [partial(torch.add, torch.ones(3))]}),
         lambda m: setattr(m, "module", torch.nn.Linear(2, 2)),
     ):
