@@ -1,14 +1,43 @@
 #include "weightsync/attention_block.hpp"
 
 #include <algorithm>
+#include <cstring>
 #include <limits>
 
 #include "weightsync/attention_math.hpp"
 
-#define WEIGHTSYNC_INLINE inline __attribute__((always_inline))
+#define WEIGHTSYNC_INLINE WEIGHTSYNC_HD_INLINE
 
 namespace weightsync {
 namespace {
+
+// Eight elements; two of them are the kAttentionLanes lanes of a sum. Compilers split a vector that
+// is wider than the machine's, without changing a result.
+using Vector = float __attribute__((vector_size(32)));
+using VectorBits = std::uint32_t __attribute__((vector_size(32)));
+constexpr std::int64_t kWidth = 8;
+static_assert(kAttentionLanes == 2 * kWidth);
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+WEIGHTSYNC_INLINE Vector load_vector(const float* source) {
+    Vector value;
+    std::memcpy(&value, source, sizeof(value));
+    return value;
+}
+
+WEIGHTSYNC_INLINE void store_vector(float* target, Vector value) {
+    std::memcpy(target, &value, sizeof(value));
+}
+
+// The tree of sum_lanes, in registers.
+WEIGHTSYNC_INLINE float sum_vectors(Vector low, Vector high) {
+    using Quad = float __attribute__((vector_size(16)));
+    const Vector pairs = low + high;
+    Quad halves[2];
+    std::memcpy(halves, &pairs, sizeof(pairs));
+    const Quad quads = halves[0] + halves[1];
+    return (quads[0] + quads[2]) + (quads[1] + quads[3]);
+}
 
 struct Fp32 {
     using Memory = float;
@@ -36,59 +65,92 @@ WEIGHTSYNC_INLINE void load_row(float* target, const void* source, std::int64_t 
     for (std::int64_t d = 0; d < head_dim; ++d) target[d] = Type::load(elements[d]);
 }
 
-// K and V of tokens [begin, begin + count) of a sequence, as fp32.
+// Where a token's K and V begin in the layer's cache, in elements.
+WEIGHTSYNC_INLINE std::int64_t cache_offset(const AttentionStep& step, const AttentionBlock& block,
+                                            std::int64_t token) {
+    const std::int32_t* table = step.block_tables + block.sequence * step.table_width;
+    const std::int64_t page = table[token / step.page_size];
+    const std::int64_t slot = page * step.page_size + token % step.page_size;
+    return (slot * step.num_kv_heads + block.kv_head) * step.head_dim;
+}
+
+template <typename Memory>
+WEIGHTSYNC_INLINE void prefetch_row(const void* source, std::int64_t offset,
+                                    std::int64_t head_dim) {
+    const auto* begin = reinterpret_cast<const char*>(static_cast<const Memory*>(source) + offset);
+    const std::int64_t num_bytes = head_dim * static_cast<std::int64_t>(sizeof(Memory));
+    for (std::int64_t byte = 0; byte < num_bytes; byte += 64) __builtin_prefetch(begin + byte);
+}
+
+// K and V of tokens [begin, begin + count) of a sequence, as fp32. One head's rows lie far apart,
+// so that only asking ahead hides the wait for them.
 template <typename Type>
 WEIGHTSYNC_INLINE void load_chunk(const AttentionStep& step, const AttentionBlock& block,
                                   std::int64_t begin, std::int64_t count,
                                   AttentionScratch& scratch) {
-    const std::int32_t* table = step.block_tables + block.sequence * step.table_width;
-    for (std::int64_t i = 0; i < count; ++i) {
-        const std::int64_t token = begin + i;
-        const std::int64_t page = table[token / step.page_size];
-        const std::int64_t slot = page * step.page_size + token % step.page_size;
-        const std::int64_t offset = (slot * step.num_kv_heads + block.kv_head) * step.head_dim;
-        load_row<Type>(&scratch.keys[i * scratch.padded_dim], step.cache_keys, offset,
-                       step.head_dim);
-        load_row<Type>(&scratch.values[i * scratch.padded_dim], step.cache_values, offset,
-                       step.head_dim);
+    constexpr std::int64_t rows_ahead = 12;
+    for (std::int64_t i = -rows_ahead; i < count; ++i) {
+        if (i + rows_ahead < count) {
+            const std::int64_t ahead = cache_offset(step, block, begin + i + rows_ahead);
+            prefetch_row<typename Type::Memory>(step.cache_keys, ahead, step.head_dim);
+            prefetch_row<typename Type::Memory>(step.cache_values, ahead, step.head_dim);
+        }
+        if (i < 0) continue;
+        const std::int64_t offset = cache_offset(step, block, begin + i);
+        const std::int64_t place = i * scratch.padded_dim;
+        load_row<Type>(&scratch.keys[place], step.cache_keys, offset, step.head_dim);
+        load_row<Type>(&scratch.values[place], step.cache_values, offset, step.head_dim);
     }
 }
 
 WEIGHTSYNC_INLINE float dot(const float* a, const float* b, std::int64_t padded_dim) {
-    float lanes[kAttentionLanes] = {};
+    Vector low{}, high{};
     for (std::int64_t d = 0; d < padded_dim; d += kAttentionLanes) {
-        for (int lane = 0; lane < kAttentionLanes; ++lane) lanes[lane] += a[d + lane] * b[d + lane];
+        low += load_vector(a + d) * load_vector(b + d);
+        high += load_vector(a + d + kWidth) * load_vector(b + d + kWidth);
     }
-    return sum_lanes(lanes);
+    return sum_vectors(low, high);
 }
 
-// Turns scores into exp(score - max) and returns their maximum and sum.
+// Turns `count` scores, padded with -infinity to whole lanes, into exp(score - max).
 WEIGHTSYNC_INLINE SoftmaxState exponentiate(float* scores, std::int64_t count) {
-    SoftmaxState state{-std::numeric_limits<float>::infinity(), 0.0f};
-    for (std::int64_t i = 0; i < count; ++i) state.max = std::max(state.max, scores[i]);
     const std::int64_t padded = (count + kAttentionLanes - 1) / kAttentionLanes * kAttentionLanes;
-    for (std::int64_t i = 0; i < count; ++i) scores[i] = exp_nonpositive(scores[i] - state.max);
-    for (std::int64_t i = count; i < padded; ++i) scores[i] = 0.0f;
-    float lanes[kAttentionLanes] = {};
-    for (std::int64_t i = 0; i < padded; i += kAttentionLanes) {
-        for (int lane = 0; lane < kAttentionLanes; ++lane) lanes[lane] += scores[i + lane];
+    for (std::int64_t i = count; i < padded; ++i) scores[i] = -kInfinity;
+    Vector largest = Vector{} - kInfinity;
+    for (std::int64_t i = 0; i < padded; i += kWidth) {
+        const Vector score = load_vector(scores + i);
+        largest = score > largest ? score : largest;
     }
-    state.sum = sum_lanes(lanes);
-    return state;
+    float max = -kInfinity;
+    for (int lane = 0; lane < kWidth; ++lane) max = std::max(max, largest[lane]);
+    Vector low{}, high{};
+    for (std::int64_t i = 0; i < padded; i += kAttentionLanes) {
+        const Vector first = exp_nonpositive_of<Vector, VectorBits>(load_vector(scores + i) - max);
+        const Vector second =
+            exp_nonpositive_of<Vector, VectorBits>(load_vector(scores + i + kWidth) - max);
+        store_vector(scores + i, first);
+        store_vector(scores + i + kWidth, second);
+        low += first;
+        high += second;
+    }
+    return {max, sum_vectors(low, high)};
 }
 
-// sums[d] = sums[d] * before + (sum over tokens, in order, of weight * value) * chunk.
-template <int kWidth>
+// sums[d] = sums[d] * before + (sum over tokens, in order, of weight * value) * chunk, for
+// kVectors * kWidth elements.
+template <int kVectors>
 WEIGHTSYNC_INLINE void add_values(float* sums, const float* weights, const float* values,
                                   std::int64_t count, std::int64_t padded_dim,
                                   SoftmaxScales scales) {
-    float partial[kWidth] = {};
+    Vector partial[kVectors] = {};
     for (std::int64_t i = 0; i < count; ++i) {
-        const float weight = weights[i];
         const float* row = values + i * padded_dim;
-        for (int d = 0; d < kWidth; ++d) partial[d] += weight * row[d];
+        for (int v = 0; v < kVectors; ++v) partial[v] += load_vector(row + v * kWidth) * weights[i];
     }
-    for (int d = 0; d < kWidth; ++d) sums[d] = sums[d] * scales.before + partial[d] * scales.chunk;
+    for (int v = 0; v < kVectors; ++v) {
+        const Vector before = load_vector(sums + v * kWidth) * scales.before;
+        store_vector(sums + v * kWidth, before + partial[v] * scales.chunk);
+    }
 }
 
 // One query head of one row against the first `count` tokens of the loaded chunk.
@@ -107,10 +169,15 @@ WEIGHTSYNC_INLINE void attend_chunk(const AttentionStep& step, AttentionScratch&
     float* sums = &scratch.sums[index * dim];
     const float* values = scratch.values.data();
     std::int64_t d = 0;
-    for (; d + 32 <= dim; d += 32) {
-        add_values<32>(sums + d, scores, values + d, count, dim, scales);
+    for (; d + 8 * kWidth <= dim; d += 8 * kWidth) {
+        add_values<8>(sums + d, scores, values + d, count, dim, scales);
     }
-    for (; d < dim; d += 16) add_values<16>(sums + d, scores, values + d, count, dim, scales);
+    for (; d + 4 * kWidth <= dim; d += 4 * kWidth) {
+        add_values<4>(sums + d, scores, values + d, count, dim, scales);
+    }
+    for (; d < dim; d += 2 * kWidth) {
+        add_values<2>(sums + d, scores, values + d, count, dim, scales);
+    }
 }
 
 template <typename Type>
@@ -124,7 +191,7 @@ WEIGHTSYNC_INLINE void block_body(const AttentionStep& step, const AttentionBloc
         const std::int64_t head = block.kv_head * group + index % group;
         load_row<Type>(&scratch.queries[index * dim], step.query,
                        row * step.query_stride + head * step.head_dim, step.head_dim);
-        scratch.states[index * 2] = -std::numeric_limits<float>::infinity();
+        scratch.states[index * 2] = -kInfinity;
         scratch.states[index * 2 + 1] = 0.0f;
         std::fill_n(&scratch.sums[index * dim], dim, 0.0f);
     }

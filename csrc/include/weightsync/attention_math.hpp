@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 
 #include "weightsync/half.hpp"
 #include "weightsync/hd.hpp"
@@ -19,31 +20,42 @@ inline constexpr std::int64_t kAttentionChunk = 256;
 inline constexpr int kAttentionLanes = 16;
 
 // exp(x) for x <= 0, within 2 ulp; below -87 it is 0, and NaN stays NaN. Its own, because library
-// functions differ between machines.
-WEIGHTSYNC_HD inline float exp_nonpositive(float x) {
+// functions differ between machines. `Float` is float or a vector of them, `Bits` its bits.
+template <typename Float, typename Bits>
+WEIGHTSYNC_HD_INLINE Float exp_nonpositive_of(Float x) {
     constexpr float log2_e = 1.44269504f;
     constexpr float ln2_high = 0.693359375f;  // 355/512: a product with |n| < 2^15 is exact
     constexpr float ln2_low = -2.12194440e-4f;
     constexpr float round_shift = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
-    const float clamped = x < -87.0f ? -87.0f : x;
-    const float shifted = clamped * log2_e + round_shift;
-    const float n = shifted - round_shift;
-    const float r = (clamped - n * ln2_high) - n * ln2_low;
+    const Float zero{};
+    const Float lowest = zero - 87.0f;
+    const Float clamped = x < lowest ? lowest : x;
+    const Float shifted = clamped * log2_e + round_shift;
+    const Float n = shifted - round_shift;
+    const Float r = (clamped - n * ln2_high) - n * ln2_low;
     // Taylor to r^7; |r| <= ln(2) / 2, so what is left out is below 2^-27.
-    float sum = 1.0f / 5040.0f;
+    Float sum = zero + 1.0f / 5040.0f;
     sum = sum * r + 1.0f / 720.0f;
     sum = sum * r + 1.0f / 120.0f;
     sum = sum * r + 1.0f / 24.0f;
     sum = sum * r + 1.0f / 6.0f;
     sum = sum * r + 0.5f;
-    const float value = (sum * r) * r + r + 1.0f;
+    const Float value = (sum * r) * r + r + 1.0f;
     // The integer n sits in the low bits of `shifted`; as an exponent it scales by 2^n.
-    const float scale = float_from_bits((bits_from_float(shifted) + 127u) << 23);
-    return x < -87.0f ? 0.0f : value * scale;
+    Bits bits;
+    std::memcpy(&bits, &shifted, sizeof(bits));
+    bits = (bits + 127u) << 23;
+    Float scale;
+    std::memcpy(&scale, &bits, sizeof(scale));
+    return x < lowest ? zero : value * scale;
+}
+
+WEIGHTSYNC_HD_INLINE float exp_nonpositive(float x) {
+    return exp_nonpositive_of<float, std::uint32_t>(x);
 }
 
 // The lanes' total, as a tree.
-WEIGHTSYNC_HD inline float sum_lanes(const float* lanes) {
+WEIGHTSYNC_HD_INLINE float sum_lanes(const float* lanes) {
     float pairs[kAttentionLanes / 2];
     for (int i = 0; i < 8; ++i) pairs[i] = lanes[i] + lanes[i + 8];
     for (int i = 0; i < 4; ++i) pairs[i] += pairs[i + 4];
@@ -62,7 +74,7 @@ struct SoftmaxScales {
     float chunk;
 };
 
-WEIGHTSYNC_HD inline SoftmaxScales merge_softmax(SoftmaxState& state, SoftmaxState chunk) {
+WEIGHTSYNC_HD_INLINE SoftmaxScales merge_softmax(SoftmaxState& state, SoftmaxState chunk) {
     const float max = state.max < chunk.max ? chunk.max : state.max;
     const SoftmaxScales scales{exp_nonpositive(state.max - max), exp_nonpositive(chunk.max - max)};
     state.sum = state.sum * scales.before + chunk.sum * scales.chunk;

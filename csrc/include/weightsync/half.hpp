@@ -9,28 +9,28 @@
 
 namespace weightsync {
 
-WEIGHTSYNC_HD inline float float_from_bits(std::uint32_t bits) {
+WEIGHTSYNC_HD_INLINE float float_from_bits(std::uint32_t bits) {
     float value;
     std::memcpy(&value, &bits, sizeof(value));
     return value;
 }
 
-WEIGHTSYNC_HD inline std::uint32_t bits_from_float(float value) {
+WEIGHTSYNC_HD_INLINE std::uint32_t bits_from_float(float value) {
     std::uint32_t bits;
     std::memcpy(&bits, &value, sizeof(bits));
     return bits;
 }
 
-WEIGHTSYNC_HD inline float bf16_to_fp32(std::uint16_t half) {
+WEIGHTSYNC_HD_INLINE float bf16_to_fp32(std::uint16_t half) {
     return float_from_bits(static_cast<std::uint32_t>(half) << 16);
 }
 
-WEIGHTSYNC_HD inline std::uint16_t fp32_to_bf16(float value) {
+WEIGHTSYNC_HD_INLINE std::uint16_t fp32_to_bf16(float value) {
     return fp32_bits_to_bf16(bits_from_float(value));
 }
 
 // Exact, subnormals included; an infinity stays one and a NaN keeps its payload.
-WEIGHTSYNC_HD inline float fp16_to_fp32(std::uint16_t half) {
+WEIGHTSYNC_HD_INLINE float fp16_to_fp32(std::uint16_t half) {
     const std::uint32_t magnitude = half & 0x7FFFu;
     const std::uint32_t sign = static_cast<std::uint32_t>(half & 0x8000u) << 16;
     // As fp32 bits the exponent is 112 too small; the product corrects it, subnormals as well.
@@ -40,7 +40,7 @@ WEIGHTSYNC_HD inline float fp16_to_fp32(std::uint16_t half) {
 }
 
 // Nearest, ties to even; overflow becomes infinity and every NaN 0x7E00 with its sign.
-WEIGHTSYNC_HD inline std::uint16_t fp32_to_fp16(float value) {
+WEIGHTSYNC_HD_INLINE std::uint16_t fp32_to_fp16(float value) {
     const std::uint32_t bits = bits_from_float(value);
     const std::uint32_t sign = (bits >> 16) & 0x8000u;
     const std::uint32_t magnitude = bits & 0x7FFFFFFFu;
