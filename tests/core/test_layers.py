@@ -1,0 +1,124 @@
+"""A row's bits depend on that row alone, in every dtype; ranks add up in order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from core_models import torch
+
+from engine_adapter.core.layers import DenseMlp, gated, linear, rms_norm
+from engine_adapter.core.moe import ExpertsMlp, route
+from engine_adapter.core.parallel import ALONE, Group
+from engine_adapter.core.rope import RopeConfig, RopeKind, fill_tables, inverse_frequencies, rotate
+from weightsync.errors import ConfigError
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+#: (in, out): tiny, odd, and as deep as real models are.
+SHAPES = [(64, 96), (72, 131), (128, 512), (100, 33), (1024, 256), (3072, 64)]
+
+
+def assert_rows_are_their_own(act: Any, states: Any) -> None:
+    """``act`` of any number of rows, in any company and place, gives each row the same bits."""
+    wanted = act(states)
+    for count in (1, 2, 3, 5, 15, 16, 17, 31, 48):
+        assert torch.equal(act(states[:count]), wanted[:count]), count
+        assert torch.equal(act(states[-count:]), wanted[-count:]), count
+    order = torch.randperm(len(states))
+    assert torch.equal(act(states[order]), wanted[order])
+
+
+@dtypes
+@pytest.mark.parametrize(("width", "out"), SHAPES)
+def test_products_are_row_invariant(width: int, out: int, dtype: Any) -> None:
+    torch.manual_seed(0)
+    states = torch.randn(160, width).to(dtype)
+    weight, bias = torch.randn(out, width).to(dtype), torch.randn(out).to(dtype)
+    assert_rows_are_their_own(lambda x: linear(x, weight), states)
+    assert_rows_are_their_own(lambda x: linear(x, weight, bias), states)
+
+
+@dtypes
+def test_norms_rotations_and_gates_are_row_invariant(dtype: Any) -> None:
+    torch.manual_seed(0)
+    states, weight = torch.randn(160, 100).to(dtype), torch.randn(100).to(dtype)
+    assert_rows_are_their_own(lambda x: rms_norm(x, weight, 1e-6), states)
+    assert_rows_are_their_own(gated, states)
+    heads = torch.randn(160, 3, 24).to(dtype)
+    cos, sin = torch.empty(64, 12, dtype=dtype), torch.empty(64, 12, dtype=dtype)
+    fill_tables(RopeConfig(RopeKind.DEFAULT, 1e4), cos, sin, 24)
+    assert_rows_are_their_own(lambda x: rotate(x, cos[7], sin[7]), heads)
+
+
+def experts_mlp(dtype: Any, first: int = 0, last: int = 8) -> ExpertsMlp:
+    torch.manual_seed(1)
+    router, gate_up = torch.randn(8, 64).to(dtype), torch.randn(8, 48, 64).to(dtype) / 8
+    down = torch.randn(8, 64, 24).to(dtype) / 8
+    return ExpertsMlp(router, gate_up[first:last], down[first:last], first, 3, True, ALONE)
+
+
+@dtypes
+def test_experts_are_row_invariant(dtype: Any) -> None:
+    states = torch.randn(160, 64).to(dtype)
+    assert_rows_are_their_own(experts_mlp(dtype).forward, states)
+
+
+def test_parts_of_the_experts_add_up_to_all_of_them() -> None:
+    states = torch.randn(32, 64)
+    whole = experts_mlp(torch.float32).forward(states)
+    parts = [experts_mlp(torch.float32, *r).forward(states) for r in ((0, 3), (3, 3), (3, 8))]
+    assert torch.allclose(sum(parts), whole, atol=1e-5)
+    assert not parts[1].any()
+
+
+def test_routing_weights() -> None:
+    states, router = torch.randn(16, 64), torch.randn(8, 64)
+    weights, experts = route(states, router, 3, is_normalised=True)
+    plain, same = route(states, router, 3, is_normalised=False)
+    assert torch.equal(experts, same)
+    assert torch.allclose(weights.sum(-1), torch.ones(16))
+    assert torch.allclose(plain, torch.softmax(states @ router.T, -1).gather(1, experts))
+
+
+def test_rope_against_its_formula_in_double_precision() -> None:
+    torch.manual_seed(0)
+    cos, sin = torch.empty(32, 4), torch.empty(32, 4)
+    fill_tables(RopeConfig(RopeKind.DEFAULT, 100.0), cos, sin, 8)
+    state = torch.randn(1, 1, 8)
+    angle = 5 * 100.0 ** (-torch.arange(0, 8, 2).double() / 8)
+    pair = torch.complex(state[0, 0, :4].double(), state[0, 0, 4:].double())
+    turned = pair * torch.polar(torch.ones(4).double(), angle)
+    found = rotate(state, cos[5], sin[5])[0, 0].double()
+    assert torch.allclose(found, torch.cat((turned.real, turned.imag)), atol=1e-6)
+
+
+def test_scaling_keeps_what_turns_fast_and_stretches_what_turns_slowly() -> None:
+    plain, _ = inverse_frequencies(RopeConfig(RopeKind.DEFAULT, 1e4), 64)
+    for kind in (RopeKind.LLAMA3, RopeKind.YARN):
+        rope = RopeConfig(kind, 1e4, factor=8.0, original_max_positions=256)
+        scaled, factor = inverse_frequencies(rope, 64)
+        assert scaled[0] == plain[0]
+        assert torch.isclose(scaled[-1], plain[-1] / 8)
+        assert (factor > 1) == (kind is RopeKind.YARN)
+    fixed = RopeConfig(RopeKind.YARN, 1e4, 8.0, 256, attention_factor=0.5)
+    assert inverse_frequencies(fixed, 64)[1] == 0.5
+    both = RopeConfig(RopeKind.YARN, 1e4, 8.0, 256, mscale=0.7, mscale_all_dim=0.7)
+    assert inverse_frequencies(both, 64)[1] == 1.0
+
+
+def test_one_rank_needs_no_group_and_several_do() -> None:
+    states = torch.randn(4, 6)
+    assert ALONE.sum_in_order(states) is states
+    assert ALONE.join_columns(states, [6]) is states
+    assert ALONE.broadcast(states) is states
+    with pytest.raises(ConfigError, match="2 ranks need a torch"):
+        Group(None, 0, 2)
+
+
+def test_a_bias_of_a_row_parallel_product_is_added_once() -> None:
+    torch.manual_seed(0)
+    states, gate_up, down = torch.randn(16, 8), torch.randn(12, 8), torch.randn(8, 6)
+    bias = torch.randn(8)
+    mlp = DenseMlp(gate_up, down, None, bias, ALONE)
+    assert torch.allclose(mlp.forward(states), gated(states @ gate_up.T) @ down.T + bias, atol=1e-5)
