@@ -39,6 +39,18 @@ def attend_paged(
     pointers: Sequence[int],
     num_threads: int,
 ) -> None: ...
+def sample_tokens(
+    scores_ptr: int,
+    num_rows: int,
+    vocab_size: int,
+    row_stride: int,
+    seeds_ptr: int,
+    positions_ptr: int,
+    noise_scales_ptr: int,
+    tokens_ptr: int,
+    num_threads: int,
+) -> None: ...
+def fill_gumbel_noise(seed: int, position: int, vocab_size: int, noise_ptr: int) -> None: ...
 def has_cuda() -> bool: ...
 def build_info() -> BuildInfo: ...
 
