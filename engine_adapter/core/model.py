@@ -201,7 +201,7 @@ class DecoderModel:
         size, num_heads, num_kv_heads = self.config.head_dim, self.num_heads, self.num_kv_heads
         fused = linear(states, weights.qkv, weights.qkv_bias)
         fused = fused.view(fused.shape[0], -1, size)
-        query, key, value = torch.split(fused, (num_heads, num_kv_heads, num_kv_heads), dim=1)
+        query, key, value = torch.split(fused, [num_heads, num_kv_heads, num_kv_heads], dim=1)
         if weights.q_norm is not None and weights.k_norm is not None:
             query = rms_norm(query, weights.q_norm, self.config.norm_eps)
             key = rms_norm(key, weights.k_norm, self.config.norm_eps)
