@@ -1,7 +1,9 @@
-"""Small transformers models as oracles of the core, and batches for its forward step."""
+"""Small transformers models as oracles of the core."""
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -13,10 +15,8 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from engine_adapter.core.attention import ReferenceAttention  # noqa: E402
-from engine_adapter.core.batch import NO_SLOT, StepBatch, padded_rows  # noqa: E402
-from engine_adapter.core.kv_cache import KvCache, KvShape  # noqa: E402
-from engine_adapter.core.model import DecoderModel  # noqa: E402
+from engine_adapter.core.batch import padded_rows  # noqa: E402
+from weightsync.config import cache_dir  # noqa: E402
 
 _SMALL = {
     "hidden_size": 64,
@@ -124,63 +124,20 @@ def oracle_logits(model: Any, tokens: Sequence[int]) -> Any:
         return model(torch.tensor([list(tokens)])).logits[0]
 
 
-class Runner:
-    """Forward steps over sequences that share one cache; pages are handed out in odd order."""
-
-    def __init__(
-        self, model: DecoderModel, attention: Any = None, num_pages: int = 64, page_size: int = 16
-    ) -> None:
-        config = model.config
-        shape = KvShape(
-            config.num_layers, model.num_kv_heads, config.head_dim, model.dtype, page_size
-        )
-        self.model, self.cache = model, KvCache(shape, num_pages)
-        self.attention = ReferenceAttention() if attention is None else attention
-        self._free = list(range(0, num_pages, 2)) + list(range(1, num_pages, 2))
-        self.pages: dict[str, list[int]] = {}
-        self.lengths: dict[str, int] = {}
-
-    def step(self, rows: Mapping[str, Sequence[int]]) -> dict[str, Any]:
-        """Append tokens to sequences; logits [tokens, vocabulary] of each."""
-        batch = self.batch(rows)
-        with torch.no_grad():
-            logits = self.model.forward(batch, self.cache, self.attention)
-        found, start = {}, 0
-        for name, tokens in rows.items():
-            found[name] = logits[start : start + len(tokens)]
-            start += len(tokens)
-        return found
-
-    def batch(self, rows: Mapping[str, Sequence[int]]) -> StepBatch:
-        size = self.cache.page_size
-        tokens, positions, slots, starts, contexts = [], [], [], [0], []
-        for name, new in rows.items():
-            done = self.lengths.get(name, 0)
-            pages = self.pages.setdefault(name, [])
-            while len(pages) * size < done + len(new):
-                pages.append(self._free.pop(0))
-            for i, token in enumerate(new, start=done):
-                tokens.append(token)
-                positions.append(i)
-                slots.append(pages[i // size] * size + i % size)
-            self.lengths[name] = done + len(new)
-            starts.append(len(tokens))
-            contexts.append(done + len(new))
-        num_rows = len(tokens)
-        missing = padded_rows(num_rows) - num_rows
-        most = max(len(self.pages[name]) for name in rows)
-        tables = [self.pages[n] + [-1] * (most - len(self.pages[n])) for n in rows]
-        return StepBatch(
-            torch.tensor(tokens + [0] * missing),
-            torch.tensor(positions + [0] * missing),
-            torch.tensor(slots + [NO_SLOT] * missing),
-            torch.tensor(starts, dtype=torch.int32),
-            torch.tensor(contexts, dtype=torch.int32),
-            torch.tensor(tables, dtype=torch.int32),
-            torch.arange(num_rows),
-        )
-
-
 def random_tokens(count: int, seed: int = 0, vocab: int = 131) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(vocab, (count,), generator=generator).tolist()
+
+
+def trained_tiny() -> Path:
+    """The trained tiny model, made once in the user's cache by the example's script."""
+    path = Path(__file__).parents[1] / "examples" / "train_tiny.py"
+    if "train_tiny" not in sys.modules:
+        spec = importlib.util.spec_from_file_location("train_tiny", path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["train_tiny"] = module
+        spec.loader.exec_module(module)
+    found: Path = sys.modules["train_tiny"].trained_tiny_model(cache_dir())
+    return found

@@ -157,6 +157,10 @@ class SlotTable:
 
     # --- sealing ------------------------------------------------------------------------------------
 
+    @property
+    def is_sealed(self) -> bool:
+        return self._sealed is not None
+
     def seal(self, root: Any) -> None:
         """From now on nothing moves. Raises :class:`LayoutError` naming any tensor that can be
         reached from ``root`` and lies in no registered memory."""

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from core_models import (
     VARIANTS,
-    Runner,
     make_model,
     oracle_logits,
     random_tokens,
     save_model,
     torch,
 )
+from core_runner import Runner
 
 from engine_adapter.core.model import DecoderModel
 
