@@ -8,8 +8,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from weightsync.errors import CapacityError, ConfigError
-from weightsync.types import format_bytes
+from engine_adapter.core.arena import Arena
+from weightsync.errors import ConfigError
 
 DEFAULT_PAGE_SIZE: Final = 64
 
@@ -39,8 +39,11 @@ class KvShape:
 class KvCache:
     """K and V of ``num_pages`` pages at fixed addresses; allocated once, never moved.
 
-    Raises :class:`CapacityError` if the device has not that much memory free.
+    Raises :class:`CapacityError` with the bytes needed and free if the device has not that much.
     """
+
+    keys: Tensor  # [layers, pages, page_size, kv_heads, head_dim], model dtype
+    values: Tensor  # same
 
     def __init__(self, shape: KvShape, num_pages: int, device: torch.device | str = "cpu") -> None:
         if num_pages < 1:
@@ -48,18 +51,18 @@ class KvCache:
         self.shape = shape
         self.num_pages = num_pages
         size = (shape.num_layers, num_pages, shape.page_size, shape.num_kv_heads, shape.head_dim)
-        # Zeroed, and touched, so that too little memory shows now and not in the middle of a step.
-        try:
-            self.keys = torch.zeros(size, dtype=shape.dtype, device=device)
-            self.values = torch.zeros(size, dtype=shape.dtype, device=device)
-        except (RuntimeError, MemoryError) as error:
-            raise CapacityError(
-                f"no memory for a KV cache of {num_pages} pages "
-                f"({format_bytes(num_pages * shape.page_bytes)}): {error}; lower kv_cache_tokens"
-            ) from error
-
-    keys: Tensor  # [layers, pages, page_size, kv_heads, head_dim], model dtype
-    values: Tensor  # same
+        word = str(shape.dtype).removeprefix("torch.")
+        arena = Arena(
+            f"a KV cache of {num_pages * shape.page_size} tokens would",
+            Arena.bytes_for([(size, word), (size, word)]),
+            str(device),
+            remedy="lower kv_cache_tokens",
+        )
+        # Touched, so that pages of memory are there before the first step.
+        self.keys, self.values = (
+            arena.take(size, shape.dtype).zero_(),
+            arena.take(size, shape.dtype).zero_(),
+        )
 
     @property
     def page_size(self) -> int:

@@ -125,6 +125,18 @@ class Request:
     def is_finished(self) -> bool:
         return self.state is RequestState.FINISHED
 
+    @property
+    def banned_tokens(self) -> tuple[int, ...]:
+        """Tokens that would end it before ``min_tokens``."""
+        if len(self.output_ids) >= self.params.min_tokens:
+            return ()
+        return self.stop_token_ids
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        eos = () if self.params.ignore_eos else self.eos_token_ids
+        return (*self.params.stop_tokens, *eos)
+
     def tokens(self, first: int, end: int) -> list[int]:
         """Tokens ``first`` .. ``end`` - 1 of prompt and output together."""
         num_prompt = len(self.prompt_ids)

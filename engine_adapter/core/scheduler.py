@@ -11,6 +11,7 @@ output that are not in the cache. A decode is the case of one such token. Taking
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine_adapter.core.pages import (
@@ -111,17 +112,22 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """A new request waits. Raises :class:`ConfigError` or :class:`CapacityError` if it never can
         run, or if too many wait."""
-        self._check(request)
-        self.waiting.append(request)
+        self.add_all([request])
 
-    def _check(self, request: Request) -> None:
+    def add_all(self, requests: Sequence[Request]) -> None:
+        """As :meth:`add`, all of them or none."""
+        for place, request in enumerate(requests):
+            self._check(request, len(self.waiting) + place)
+        self.waiting.extend(requests)
+
+    def _check(self, request: Request, num_waiting: int) -> None:
         limits, name = self.limits, f"request {request.request_id!r}"
         num_prompt = len(request.prompt_ids)
         if num_prompt == 0:
             raise ConfigError(f"{name}: the prompt is empty; give it at least one token")
-        if len(self.waiting) >= limits.max_waiting:
+        if num_waiting >= limits.max_waiting:
             raise CapacityError(
-                f"{name}: {len(self.waiting)} requests wait already, the limit max_waiting is "
+                f"{name}: {num_waiting} requests wait already, the limit max_waiting is "
                 f"{limits.max_waiting}; send fewer at a time or raise it"
             )
         needed = num_prompt + request.max_tokens
