@@ -57,10 +57,7 @@ class Engine:
         self.model = model
         self.config = EngineConfig() if config is None else config
         self.tokenizer = tokenizer
-        self.scheduler = Scheduler(
-            self.config.limits(model.max_positions), prefix_reuse=self.config.prefix_reuse
-        )
-        limits = self.scheduler.limits
+        limits = self.config.limits(model.max_positions)
         shape = KvShape(
             num_layers=model.config.num_layers,
             num_kv_heads=model.num_kv_heads,
@@ -69,6 +66,7 @@ class Engine:
             page_size=limits.page_size,
         )
         self.cache = KvCache(shape, limits.num_pages, model.device)
+        self.scheduler = Scheduler(limits, prefix_reuse=self.config.prefix_reuse)
         attention = build_attention(self.config.attention, model.device)
         self.runner = ModelRunner(model, self.cache, attention, model.device)
         self.num_steps = 0
