@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -27,33 +27,40 @@ class StepModel(Protocol):
 def build_batch(plan: StepPlan, page_size: int, device: torch.device | str = "cpu") -> StepBatch:
     """The tensors of a step, made on the host and copied to ``device``."""
     chunks = plan.chunks
-    num_rows = padded_rows(plan.num_tokens)
-    token_ids = np.zeros(num_rows, dtype=np.int64)
-    positions = np.zeros(num_rows, dtype=np.int64)
-    slots = np.full(num_rows, NO_SLOT, dtype=np.int64)
-    starts = np.zeros(len(chunks) + 1, dtype=np.int32)
+    missing = padded_rows(plan.num_tokens) - plan.num_tokens
     context_lens = np.array([chunk.first + chunk.count for chunk in chunks], dtype=np.int32)
-    num_pages = -(-context_lens // page_size)
-    tables = np.full((len(chunks), int(num_pages.max(initial=1))), -1, dtype=np.int32)
+    num_pages = (-(-context_lens // page_size)).tolist()
+    tables = np.full((len(chunks), max(num_pages, default=1)), -1, dtype=np.int32)
+    # Lists, for most steps have a row or a few of each request.
+    token_ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    starts = [0]
     logit_rows: list[int] = []
-    row = 0
     for index, chunk in enumerate(chunks):
-        end = row + chunk.count
-        token_ids[row:end] = chunk.request.tokens(chunk.first, chunk.first + chunk.count)
-        place = np.arange(chunk.first, chunk.first + chunk.count)
-        positions[row:end] = place
-        tables[index, : num_pages[index]] = chunk.request.pages[: num_pages[index]]
-        slots[row:end] = tables[index, place // page_size] * page_size + place % page_size
-        logit_rows.extend(row + wanted for wanted in chunk.wanted_rows)
-        row = starts[index + 1] = end
+        request, end = chunk.request, chunk.first + chunk.count
+        logit_rows.extend(len(token_ids) + wanted for wanted in chunk.wanted_rows)
+        token_ids.extend(request.tokens(chunk.first, end))
+        positions.extend(range(chunk.first, end))
+        pages = request.pages
+        slots.extend(
+            pages[p // page_size] * page_size + p % page_size for p in range(chunk.first, end)
+        )
+        tables[index, : num_pages[index]] = pages[: num_pages[index]]
+        starts.append(len(token_ids))
+    padding = [0] * missing
+
+    def on_device(values: Any, dtype: Any) -> Tensor:
+        return torch.from_numpy(np.asarray(values, dtype=dtype)).to(device)
+
     return StepBatch(
-        token_ids=torch.from_numpy(token_ids).to(device),
-        positions=torch.from_numpy(positions).to(device),
-        slot_mapping=torch.from_numpy(slots).to(device),
-        query_starts=torch.from_numpy(starts).to(device),
-        context_lens=torch.from_numpy(context_lens).to(device),
-        block_tables=torch.from_numpy(tables).to(device),
-        logit_rows=torch.tensor(logit_rows, dtype=torch.int64, device=device),
+        token_ids=on_device(token_ids + padding, np.int64),
+        positions=on_device(positions + padding, np.int64),
+        slot_mapping=on_device(slots + [NO_SLOT] * missing, np.int64),
+        query_starts=on_device(starts, np.int32),
+        context_lens=on_device(context_lens, np.int32),
+        block_tables=on_device(tables, np.int32),
+        logit_rows=on_device(logit_rows, np.int64),
     )
 
 

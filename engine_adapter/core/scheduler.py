@@ -62,15 +62,13 @@ class SchedulerLimits:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The next ``count`` tokens of a request, from ``first`` on."""
+    """The next ``count`` tokens of a request, from ``first`` on; ``wanted_rows`` of them, counted
+    from the first, are those whose logits are wanted."""
 
     request: Request
     first: int
     count: int
-
-    @property
-    def wanted_rows(self) -> range:
-        return self.request.wanted_rows(self.count)
+    wanted_rows: range
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,7 +380,8 @@ class _Step:
 
     def put(self, request: Request, count: int) -> None:
         if count:
-            chunk = Chunk(request, request.num_computed, count)
+            wanted = request.wanted_rows(count)
+            chunk = Chunk(request, request.num_computed, count, wanted)
             self.chunks.append(chunk)
             self._tokens_left -= count
             self._rows_left -= len(chunk.wanted_rows)
