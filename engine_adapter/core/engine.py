@@ -18,12 +18,13 @@ from typing import Any, Self, TypeVar
 import torch
 
 from engine_adapter.core.boundary import StepBoundary
-from engine_adapter.core.engine_config import EngineConfig, build_attention
+from engine_adapter.core.engine_config import AttentionKind, EngineConfig, build_attention
 from engine_adapter.core.kv_cache import KvCache, KvShape
 from engine_adapter.core.ledger import Ledger
 from engine_adapter.core.model import DecoderModel
 from engine_adapter.core.pages import WeightVersion
 from engine_adapter.core.parallel import ALONE, Group
+from engine_adapter.core.products import Products
 from engine_adapter.core.request import FinishReason, Request, RequestOutput
 from engine_adapter.core.request_builder import Prompt, RequestBuilder
 from engine_adapter.core.runner import ModelRunner
@@ -77,6 +78,9 @@ class Engine:
         )
         self._ledger = Ledger(self.scheduler)
         self._refusal: str | None = None
+        self._is_held = False
+        self._is_hold_wanted = False  # a call that was given up may run late: it must not hold
+        self._hold_lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._is_stopping = False
 
@@ -106,6 +110,7 @@ class Engine:
             max_positions=config.max_context,
             shards=shards,
             group=group,
+            products=_products_for(config.attention),
         )
         tokenizer = load_tokenizer(path, model.config.bos_token_id)
         return cls(model, config, tokenizer=tokenizer, group=group)
@@ -210,6 +215,28 @@ class Engine:
         self.at_boundary(self.scheduler.resume)
         self._boundary.wake()
 
+    def hold(self, mode: PauseMode, *, limit_s: float = 60.0) -> None:
+        """As :meth:`pause`, for whoever changes weights: only :meth:`release` ends it.
+
+        A pause of the user's own is another matter: it may come and go meanwhile, and stays.
+        """
+
+        def act() -> None:
+            was_paused = self.scheduler.is_paused
+            self._ledger.pause(mode)
+            self.scheduler.is_paused = was_paused
+            with self._hold_lock:
+                self._is_held = self._is_hold_wanted
+
+        self._is_hold_wanted = True
+        self.at_boundary(act, limit_s=limit_s)
+
+    def release(self) -> None:
+        """End :meth:`hold`; harmless when nothing is held."""
+        with self._hold_lock:
+            self._is_hold_wanted = self._is_held = False
+        self._boundary.wake()
+
     def flush_cache(self) -> int:
         """Forget cached prefixes; returns their pages. Refused while requests hold KV."""
         return self.at_boundary(self.scheduler.flush_cache)
@@ -239,7 +266,7 @@ class Engine:
             if self._refusal is not None:
                 self._ledger.fail_all(_refused(self._refusal))
                 return False
-            plan = self.scheduler.plan()
+            plan = None if self._is_held else self.scheduler.plan()
             if plan is None:
                 return False
             self._run(plan)
@@ -344,6 +371,11 @@ class Engine:
             raise
         self.scheduler.complete(plan)
         self._ledger.take(plan, results)
+
+
+def _products_for(attention: AttentionKind) -> Products:
+    """The oracle's bits are transformers' only if torch computes the products as well."""
+    return Products.TORCH if attention is AttentionKind.REFERENCE else Products.AUTO
 
 
 def _refused(reason: str) -> str:
