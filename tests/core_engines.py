@@ -1,12 +1,11 @@
-"""Small engines for tests."""
+"""Small engines for tests. Importing it needs no transformers: ranks in processes do."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-from core_models import make_model, random_tokens, save_model, torch
 
 from engine_adapter.core.engine import Engine
 from engine_adapter.core.request import RequestOutput
@@ -17,6 +16,8 @@ SMALL = {"page_size": 16, "kv_cache_tokens": 1024, "max_running": 32, "max_step_
 
 def small_model(directory: Path, dtype: str = "bfloat16", variant: str = "dense") -> Path:
     """A random model of two layers, as transformers saves it."""
+    from core_models import make_model, save_model, torch
+
     return save_model(make_model(variant, getattr(torch, dtype)), directory)
 
 
@@ -30,7 +31,7 @@ def params(**fields: Any) -> SamplingParams:
 
 
 def prompts(*lengths: int) -> list[list[int]]:
-    return [random_tokens(length, seed=100 + i) for i, length in enumerate(lengths)]
+    return [random.Random(i).choices(range(131), k=length) for i, length in enumerate(lengths)]
 
 
 def log_probs(output: RequestOutput) -> list[float]:

@@ -34,7 +34,13 @@ from engine_adapter.core.shards import Shards
 from engine_adapter.core.submission import StreamChunk, Submission
 from engine_adapter.core.text import Tokenizer, load_tokenizer
 from weightsync.deadline import Deadline
-from weightsync.errors import ConfigError, RequestFailedError, TaintedError
+from weightsync.errors import (
+    ConfigError,
+    DeadlineError,
+    PeerLostError,
+    RequestFailedError,
+    TaintedError,
+)
 from weightsync.types import PauseMode
 
 Result = TypeVar("Result")
@@ -81,6 +87,7 @@ class Engine:
         self._is_held = False
         self._is_hold_wanted = False  # a call that was given up may run late: it must not hold
         self._hold_lock = threading.Lock()
+        self._agreed_refusal: str | None = None  # of any rank, as of this step
         self._thread: threading.Thread | None = None
         self._is_stopping = False
 
@@ -184,8 +191,8 @@ class Engine:
         outputs = submission.outputs()
         failed = [output for output in outputs if output.finish_reason is FinishReason.FAILED]
         if failed:
-            if self._refusal is not None:
-                raise TaintedError(_refused(self._refusal))
+            if self._active_refusal is not None:
+                raise TaintedError(_refused(self._active_refusal))
             raise RequestFailedError(
                 f"{len(failed)} of {len(outputs)} requests failed: {failed[0].error}", outputs
             )
@@ -233,8 +240,15 @@ class Engine:
 
     def release(self) -> None:
         """End :meth:`hold`; harmless when nothing is held."""
-        with self._hold_lock:
-            self._is_hold_wanted = self._is_held = False
+
+        def act() -> None:
+            with self._hold_lock:
+                self._is_hold_wanted = self._is_held = False
+
+        if self._group.size == 1:
+            act()  # at once: a step that hangs must not keep an update from being given up
+        else:
+            self.at_boundary(act)  # after the same step on every rank
         self._boundary.wake()
 
     def flush_cache(self) -> int:
@@ -263,8 +277,9 @@ class Engine:
     def step(self) -> bool:
         """Run one step; False if there was nothing to do. One thread at a time."""
         with self._boundary.step():
-            if self._refusal is not None:
-                self._ledger.fail_all(_refused(self._refusal))
+            refusal = self._active_refusal
+            if refusal is not None:
+                self._ledger.fail_all(_refused(refusal))
                 return False
             plan = None if self._is_held else self.scheduler.plan()
             if plan is None:
@@ -286,14 +301,15 @@ class Engine:
         """End the engine's thread after its step; requests that still run stay where they are."""
         if self._thread is None:
             return
-        self._is_stopping = True
-        self._boundary.wake()
+        if self._thread.is_alive():  # at a boundary, so that ranks stop after the same step
+            self.at_boundary(self._note_stop, limit_s=limit_s)
         self._thread.join(limit_s)
         if self._thread.is_alive():
-            Deadline(limit_s, peer="the engine", stage="stop").check()
-            raise RuntimeError(f"the engine's thread did not end within {limit_s} s")
+            raise DeadlineError("the engine", "stop", limit_s, limit_s)
         self._thread = None
-        self._boundary.has_driver = False
+
+    def _note_stop(self) -> None:
+        self._is_stopping = True
 
     def __enter__(self) -> Self:
         self.start()
@@ -310,16 +326,28 @@ class Engine:
     # --- parts ----------------------------------------------------------------------------------------
 
     def _agree(self, num_calls: int) -> int:
-        """The smallest number over the ranks: calls that every rank has seen."""
-        counts = self._group.gather(torch.tensor([num_calls], dtype=torch.int64))
-        return min(int(count) for count in counts)
+        """The smallest number over the ranks: calls that every rank has seen. If one rank refuses,
+        all do, from the same step on."""
+        refusal = self._refusal
+        mine = torch.tensor([num_calls, int(refusal is not None)], dtype=torch.int64)
+        found = [part.tolist() for part in self._group.gather(mine)]
+        refusing = [rank for rank, (_, is_refusing) in enumerate(found) if is_refusing]
+        if refusing and refusal is None:
+            refusal = f"rank {refusing[0]} of the engine refuses"
+        self._agreed_refusal = refusal
+        return min(int(count) for count, _ in found)
+
+    @property
+    def _active_refusal(self) -> str | None:
+        """Why nothing is generated; the same on every rank during a step."""
+        return self._refusal if self._group.size == 1 else self._agreed_refusal
 
     def _submit(self, requests: list[Request], *, is_stream: bool) -> Submission:
         submission = Submission.of(requests, self.tokenizer, is_stream=is_stream)
 
         def admit() -> None:
-            if self._refusal is not None:
-                raise TaintedError(_refused(self._refusal))
+            if self._active_refusal is not None:
+                raise TaintedError(_refused(self._active_refusal))
             self._ledger.admit(submission)
 
         self.at_boundary(admit)
@@ -339,14 +367,22 @@ class Engine:
         self._boundary.wait_for_work(_IDLE_S if self._group.size == 1 else _POLL_S)
 
     def _serve(self) -> None:
-        while not self._is_stopping:
-            try:
-                is_busy = self.step()
-            except Exception:  # its requests have failed by name; others go on
-                _log.exception("a step of the engine failed")
-                continue
-            if not is_busy:
-                self._idle()
+        try:
+            while not self._is_stopping:
+                try:
+                    is_busy = self.step()
+                except PeerLostError as error:
+                    _log.exception("the engine stops")
+                    self.refuse(str(error))
+                    self._ledger.fail_all(_refused(str(error)))
+                    return
+                except Exception:  # its requests have failed by name; others go on
+                    _log.exception("a step of the engine failed")
+                    continue
+                if not is_busy and not self._is_stopping:
+                    self._idle()
+        finally:
+            self._boundary.has_driver = False
 
     def _chunks(self, submission: Submission, deadline: Deadline) -> Iterator[StreamChunk]:
         chunks = submission.chunks
