@@ -21,7 +21,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     (
         "weightsync.link", "weightsync.rank_work", "weightsync.sources", "weightsync.session",
         "weightsync.session_leader", "weightsync.session_rank", "weightsync.control",
-        "weightsync.messages", "weightsync.report", "weightsync.options",
+        "weightsync.messages", "weightsync.http_wire", "weightsync.report", "weightsync.options",
     ),
     ("weightsync.transports",),
     (
