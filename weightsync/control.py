@@ -354,6 +354,8 @@ def _handler_class(handler: Handler, token: str | None) -> type[BaseHTTPRequestH
         disable_nagle_algorithm = True
         wbufsize = -1  # one segment an answer
 
+        raw_requestline: bytes
+
         def parse_request(self) -> bool:
             words = self.raw_requestline.split()
             if len(words) != 3 or words[2] != b"HTTP/1.1":

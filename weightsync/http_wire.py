@@ -9,7 +9,8 @@ from __future__ import annotations
 import http.client
 import time
 from collections.abc import Mapping
-from typing import Any, BinaryIO, Final, Protocol
+from io import BufferedIOBase
+from typing import Any, Final, Protocol
 
 _MAX_LINE_BYTES: Final = 65_536
 _MAX_HEADERS: Final = 100
@@ -27,7 +28,7 @@ class Headers(dict[str, str]):
         return isinstance(name, str) and super().__contains__(name.lower())
 
 
-def read_headers(stream: BinaryIO) -> Headers:
+def read_headers(stream: BufferedIOBase) -> Headers:
     """The fields up to the empty line. Raises ``http.client.HTTPException`` for what is none."""
     found = Headers()
     for _ in range(_MAX_HEADERS + 1):

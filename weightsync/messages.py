@@ -6,7 +6,7 @@ a message is decoded; a wrong or missing field is a :class:`ProtocolError` namin
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType, UnionType
@@ -159,7 +159,7 @@ def encode(request: Request) -> dict[str, Any]:
 
 
 @cache
-def _hints(record: type) -> dict[str, Any]:
+def _hints(record: Hashable) -> dict[str, Any]:
     """Field -> type, in order; evaluating annotations takes longer than everything else here."""
     return get_type_hints(record)
 
