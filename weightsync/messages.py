@@ -6,9 +6,8 @@ a message is decoded; a wrong or missing field is a :class:`ProtocolError` namin
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from types import MappingProxyType, UnionType
 from typing import Any, Final, TypeVar, get_args, get_origin, get_type_hints
 
@@ -152,16 +151,14 @@ def verb_of(request: Request) -> str:
     return _VERB_OF[type(request)]
 
 
+#: Field -> type of each request, in order; evaluating annotations takes longer than all else here.
+_HINTS: Final[dict[type, dict[str, Any]]] = {r: get_type_hints(r) for r in VERBS.values()}
+
+
 def encode(request: Request) -> dict[str, Any]:
     """The JSON object of a request."""
     # Shallow: a publication or a manifest is large, and nobody changes it on the way.
-    return {"protocol": PROTOCOL_VERSION, **{n: getattr(request, n) for n in _hints(type(request))}}
-
-
-@cache
-def _hints(record: Hashable) -> dict[str, Any]:
-    """Field -> type, in order; evaluating annotations takes longer than everything else here."""
-    return get_type_hints(record)
+    return {"protocol": PROTOCOL_VERSION, **{n: getattr(request, n) for n in _HINTS[type(request)]}}
 
 
 R = TypeVar("R")
@@ -177,7 +174,7 @@ def decode(record: type[R], value: Any) -> R:
             f"message of protocol {protocol!r}; this side speaks {PROTOCOL_VERSION}: use one version "
             "of weightsync on both sides"
         )
-    hints = _hints(record)
+    hints = _HINTS[record]
     unknown = value.keys() - hints.keys() - {"protocol"}
     if unknown:
         raise ProtocolError(f"{record.__name__}: unknown fields {sorted(unknown)}")
