@@ -26,8 +26,9 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("weightsync.transports",),
     (
         "weightsync.binding", "weightsync.plan", "weightsync.bucket", "weightsync.layout",
-        "weightsync.manifest", "weightsync.digest", "weightsync.tables", "weightsync.tensors",
-        "weightsync.naming", "weightsync.engine", "weightsync.memory", "weightsync.native",
+        "weightsync.manifest", "weightsync.coverage", "weightsync.digest", "weightsync.tables",
+        "weightsync.tensors", "weightsync.watch", "weightsync.naming", "weightsync.engine",
+        "weightsync.memory", "weightsync.native",
         "weightsync.native_cuda", "weightsync.device_tables", "weightsync.codec",
         "weightsync.checkpoints", "weightsync.presets",
     ),

@@ -16,9 +16,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import numpy as np
+import numpy.typing as npt
+
 from weightsync import native
-from weightsync.device_tables import CudaCopy, cuda_errors, cuda_index, device_of, synchronize
+from weightsync.device_tables import (
+    CudaCopy,
+    CudaCopyDigest,
+    cuda_errors,
+    cuda_index,
+    device_of,
+    synchronize,
+)
 from weightsync.errors import PeerLostError, ProtocolError, TransportError, UnavailableError
+from weightsync.tables import DigestRows
 from weightsync.transports.base import Table
 from weightsync.transports.link import check_fields
 from weightsync.transports.published import DevicePath, DeviceSource, Span
@@ -148,6 +159,15 @@ class CudaSource(DeviceSource):
             return False
 
 
+def _copy_of(rows: Table, digests: DigestRows | None, device: str) -> CudaCopy | CudaCopyDigest:
+    if digests is not None and len(digests.rows) == len(rows):
+        try:
+            return CudaCopyDigest(rows, digests, device)
+        except ValueError:
+            _LOG.debug("digests are taken apart: some tensor is not dense on both sides")
+    return CudaCopy(rows, device)
+
+
 def _look_up(ptr: int, index: int) -> tuple[int, int, int, bool]:
     return native.extension.cuda_allocation(ptr, index)
 
@@ -164,7 +184,7 @@ class CudaPath(DevicePath):
         self._index = 0
         self._device = ""
         self._mapped: dict[Allocation, int] = {}
-        self._copies: weakref.WeakSet[CudaCopy] = weakref.WeakSet()
+        self._copies: weakref.WeakSet[CudaCopy | CudaCopyDigest] = weakref.WeakSet()
         self._lock = threading.Lock()  # nothing is unmapped under a copy
         self._is_closed = False
 
@@ -223,17 +243,17 @@ class CudaPath(DevicePath):
             handle = bytes.fromhex(allocation.handle)
             self._mapped[allocation] = native.extension.cuda_map(handle, self._index)
 
-    def prepare(self, rows: Table) -> CudaCopy:
-        copy = CudaCopy(rows, self._device)
+    def prepare(self, rows: Table, digests: DigestRows | None) -> CudaCopy | CudaCopyDigest:
+        copy = _copy_of(rows, digests, self._device)
         self._copies.add(copy)
         return copy
 
-    def copy(self, prepared: CudaCopy) -> None:
+    def copy(self, prepared: CudaCopy | CudaCopyDigest) -> npt.NDArray[np.uint64] | None:
         with self._lock:
             if self._is_closed:
                 raise PeerLostError("this end was closed")
             try:
-                prepared.run()
+                return prepared.run()
             except ValueError as error:  # made for what is no longer mapped
                 raise TransportError(str(error)) from error
 
