@@ -12,6 +12,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
@@ -70,9 +71,12 @@ from weightsync.types import (
     TensorMeta,
     VerifyMode,
 )
+from weightsync.watch import Look
 
 _LOG = logging.getLogger(__name__)
 _NUM_KEPT = 64
+#: So many tensors are looked at closely within a fraction of a millisecond.
+_FEW_TENSORS = 2048
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -187,7 +191,9 @@ class RankWork:
         by_region = {a.region: a.ptr for a in self._addresses}
         self._slots = slot_spots(self.layout, rank, by_region)
         self._index = SlotIndex(self.layout, rank)
-        self._fingerprint = dict(adapter.fingerprint())
+        is_small = len(self._index) <= _FEW_TENSORS
+        self._look = Look.EVERYTHING if is_small else Look.IDENTITY
+        self._looker = ThreadPoolExecutor(1, "weightsync-look")
         self._staging: dict[Placement, _Staging] = {}
         self._reads: Kept[tuple[str, str, Placement, bool], PreparedRead] = Kept()
         self._unpacks: Kept[tuple[str, bytes, int, Placement], tuple[Table, Table]] = Kept(1024)
@@ -243,6 +249,7 @@ class RankWork:
     def close(self) -> None:
         """Let go of everything; what a job still works on stays mapped for it."""
         self.set_endpoint(None)
+        self._looker.shutdown(wait=False)
         if self._open is None:  # else a job may look into them
             self._digests.clear()
             self._places.clear()
@@ -285,7 +292,7 @@ class RankWork:
         self.stats = opened.stats
         if spec.placement is Placement.IN_PLACE:
             self._pause(opened, spec.deadline_s, token)
-        self._check_fingerprint("at the beginning of an update")
+        self._check_fingerprint("at the beginning of an update", self._look)
         self._adapter.begin_update(spec)
         reach("engine.opened")
 
@@ -300,7 +307,7 @@ class RankWork:
         opened.coverage.expect(job.move_id, self._shares[plan.digest])
         deadline = self._deadline(opened.spec, opened.spec.deadline_s, "move", token)
         digests: Digests | None = None
-        with opened.stats.timed("move"):
+        with opened.stats.timed("move"), self._looking("while reading"):
             if plan.contract is Contract.DIRECT:
                 digests = self._read_direct(opened, job, plan, deadline)
             else:
@@ -470,7 +477,7 @@ class RankWork:
         self._adapter.commit(Version(spec.run_id, spec.version))
         if spec.pause_mode is not PauseMode.IN_PLACE:  # which keeps what requests have computed
             self._adapter.flush_cache()
-        self._check_fingerprint("after an update")
+        self._check_fingerprint("after an update", self._look)
         if spec.verify is VerifyMode.READ_BACK:
             with opened.stats.timed("read_back"):
                 self._read_back(opened)
@@ -491,7 +498,8 @@ class RankWork:
 
         first, second = self._places.get(digests, make)
         opened.touched = True
-        first.run(self._threads)
+        with self._looking("while placing"):
+            first.run(self._threads)
         reach("engine.half_placed")
         second.run(self._threads)
 
@@ -583,17 +591,27 @@ class RankWork:
             opened.stats.pause_s = time.perf_counter() - opened.paused_s
             opened.paused_s = None
 
-    def _check_fingerprint(self, when: str) -> None:
+    def _check_fingerprint(self, when: str, look: Look) -> None:
         """Nothing that a captured graph can see may ever move."""
-        now = dict(self._adapter.fingerprint())
-        if now == self._fingerprint:
+        moved = list(self._adapter.moved(look))
+        if moved:
+            raise IntegrityError(
+                f"{when}, {len(moved)} tensors of the engine are not where they were: {moved[:5]}; "
+                "they must never be re-allocated while a receiver serves the engine"
+            )
+
+    @contextmanager
+    def _looking(self, when: str) -> Iterator[None]:
+        """A close look at many tensors takes milliseconds, so it is taken while bytes move."""
+        if self._look is Look.EVERYTHING:  # they are few: it is taken before and after
+            yield
             return
-        changed = [n for n in self._fingerprint if now.get(n) != self._fingerprint[n]]
-        changed += [n for n in now if n not in self._fingerprint]
-        raise IntegrityError(
-            f"{when}, {len(changed)} tensors of the engine are not where they were: {changed[:5]}; "
-            "they must never be re-allocated while a receiver serves the engine"
-        )
+        looked = self._looker.submit(self._check_fingerprint, when, Look.EVERYTHING)
+        try:
+            yield
+        finally:
+            wait([looked])
+        looked.result()
 
 
 def _bytes_at(ptr: int, num_bytes: int) -> Any:

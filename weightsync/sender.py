@@ -31,11 +31,11 @@ from weightsync.errors import (
 from weightsync.faults import reach
 from weightsync.link import Bound, EngineLink, new_session_id
 from weightsync.manifest import Digests, Manifest, ManifestBasis, manifest_basis
-from weightsync.naming import Rule, RuledTensors, apply_rules
+from weightsync.naming import Rule
 from weightsync.options import SenderOptions, resolve_options
 from weightsync.plan import RefitPlan
 from weightsync.report import EngineReport, UpdateReport
-from weightsync.sources import ModuleSource, chunks, pairs, resolve_bucket
+from weightsync.sources import ModuleSource, NamedSource, chunks, pairs, resolve_bucket
 from weightsync.tensors import LocalTensors, local_tensors
 from weightsync.transports import get_transport
 from weightsync.types import Contract, Outcome, RegionAddress, RegionKind
@@ -79,6 +79,7 @@ class Sender:
         self.options = options
         self._rules = rules
         self._module_source = ModuleSource(rules, options.cast)
+        self._named_source = NamedSource(rules or (), options.cast)
         self._update: Update | None = None
         self._digest_tables: dict[str, _SourceDigests] = {}
         self._bases: dict[tuple[str, ...], ManifestBasis] = {}
@@ -179,6 +180,8 @@ class Sender:
         for link in self._links:
             link.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self._module_source.forget()
+        self._named_source.forget()
         for heart in self._hearts:
             heart.join(timeout=5.0)
 
@@ -329,8 +332,8 @@ class Update:
             return
         if hasattr(source, "items") or isinstance(source, list | tuple):
             named = source.items() if hasattr(source, "items") else source
-            ruled: RuledTensors = apply_rules(pairs(named), rules or ())
-            yield local_tensors(ruled.named, cast=cast), ruled.dropped
+            listed = list(pairs(named))  # kept alive here until they were sent
+            yield sender._named_source.collect(listed)
             return
         for ruled in chunks(source, rules or (), sender.options.bucket_bytes):
             gathered = local_tensors(ruled.named, cast=cast, kind=RegionKind.TEMPORARY)
