@@ -99,9 +99,12 @@ class Publisher(DirectSource):
         reach("direct.publish")
         wanted = tuple(regions)
         device = None
-        if self._device_source is not None and any(r.device != "cpu" for r in wanted):
+        is_same = wanted == self._regions
+        if self._device_source is not None and (
+            self._device is not None if is_same else any(r.device != "cpu" for r in wanted)
+        ):
             device = self._device_source.describe(wanted)
-        if wanted != self._regions or device != self._device:
+        if not is_same or device is not self._device:
             _check_regions(wanted, is_host=device is None)
             self._epoch += 1
             self._regions, self._device = wanted, device
