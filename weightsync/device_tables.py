@@ -39,11 +39,26 @@ def cuda_index(device: str) -> int:
         )
     if not native.has_cuda():
         raise ConfigError(
-            f"memory of device {device!r} cannot be touched: {native.cuda_unavailable_reason()}. "
-            "docs/cuda.md says how to build the extension with CUDA "
-            "(pip install . -C cmake.define.WEIGHTSYNC_CUDA=ON)"
+            f"memory of device {device!r} cannot be touched: {native.cuda_unavailable_reason()}; "
+            f"{cuda_remedy()}"
         )
     return int(index)
+
+
+_REMEDIES: Final = {
+    "built without CUDA": "build the extension with CUDA, with a toolkit or the package "
+    "nvidia-cuda-nvcc at hand (docs/cuda.md): "
+    "pip install . -C cmake.define.WEIGHTSYNC_CUDA=ON",
+    "no driver": "this build has the CUDA code; install NVIDIA's driver, or start the container with "
+    "the GPU (docker run --gpus all)",
+    "no device": "the driver shows no GPU; look at CUDA_VISIBLE_DEVICES and nvidia-smi",
+}
+
+
+def cuda_remedy() -> str:
+    """What to do where ``native.has_cuda()`` is false."""
+    reason = native.cuda_unavailable_reason()
+    return _REMEDIES.get(str(reason), "look at nvidia-smi")
 
 
 def device_of(regions: Iterable[RegionAddress], what: str) -> str:
@@ -82,6 +97,37 @@ def stream_of(index: int) -> int:
         if index not in _streams:
             _streams[index] = native.extension.cuda_create_stream(index)
         return _streams[index]
+
+
+class StreamTimer:
+    """How long the device works on what a ``with`` block enqueues on our stream.
+
+    ``seconds()`` is known once the stream was waited for.
+    """
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+        create = native.extension.cuda_create_event
+        self._events = (create(index), create(index))
+        finalizer = weakref.finalize(self, _destroy_events, self._events, index)
+        finalizer.atexit = False  # the process takes them along
+
+    def __enter__(self) -> None:
+        native.extension.cuda_record_event(self._events[0], stream_of(self._index), self._index)
+
+    def __exit__(self, *_: object) -> None:
+        native.extension.cuda_record_event(self._events[1], stream_of(self._index), self._index)
+
+    def seconds(self) -> float:
+        return native.extension.cuda_elapsed_s(*self._events, self._index)
+
+
+def _destroy_events(events: tuple[int, int], index: int) -> None:
+    for event in events:
+        try:
+            native.extension.cuda_destroy_event(event, index)
+        except native.CudaError:  # of an earlier kernel: the device is of no use any more
+            _LOG.exception("an event was not destroyed")
 
 
 # --- memory ---------------------------------------------------------------------------------------
@@ -189,11 +235,19 @@ class CudaCopy(SegmentCopy):
         with cuda_errors(device):
             self._stream = stream_of(self._index)
             self._table = native.SegmentTableCuda(rows, self._index)
+            self._timer = StreamTimer(self._index)
 
     def run(self, num_threads: int = 1) -> None:
         with cuda_errors(self._device):
-            self._table.launch(self._stream)
+            with self._timer:
+                self._table.launch(self._stream)
             native.extension.cuda_wait_stream(self._stream, self._index)
+
+    @property
+    def device_s(self) -> float:
+        """Seconds of the device in the last run."""
+        with cuda_errors(self._device):
+            return self._timer.seconds()
 
     def close(self) -> None:
         """Free the table. Idempotent."""

@@ -8,9 +8,22 @@ namespace weightsync::bindings {
 
 void bind_cuda_memory(py::module_& module) {
     using released = py::call_guard<py::gil_scoped_release>;
+    module.def("cuda_held", [] {
+        const CudaHeld held = cuda_held();
+        return py::make_tuple(held.num_allocations, held.num_mappings);
+    });
     module.def("cuda_malloc", &cuda_malloc, py::arg("num_bytes"), py::arg("device"), released());
     module.def("cuda_free", &cuda_free, py::arg("ptr"), py::arg("device"), released());
     module.def("cuda_free_bytes", &cuda_free_bytes, py::arg("device"), released());
+    module.def("cuda_num_devices", &cuda_num_devices);
+    module.def("cuda_driver_version", &cuda_driver_version);
+    module.def(
+        "cuda_device_info",
+        [](int device) {
+            const CudaDeviceInfo found = cuda_device_info(device);
+            return py::make_tuple(found.name, found.num_bytes, found.major, found.minor);
+        },
+        py::arg("device"));
     module.def(
         "cuda_device_uuid", [](int device) { return py::bytes(cuda_device_uuid(device)); },
         py::arg("device"));
@@ -36,6 +49,13 @@ void bind_cuda_memory(py::module_& module) {
     module.def("cuda_create_stream", &cuda_create_stream, py::arg("device"), released());
     module.def("cuda_wait_stream", &cuda_wait_stream, py::arg("stream"), py::arg("device"),
                released());
+    module.def("cuda_create_event", &cuda_create_event, py::arg("device"), released());
+    module.def("cuda_destroy_event", &cuda_destroy_event, py::arg("event"), py::arg("device"),
+               released());
+    module.def("cuda_record_event", &cuda_record_event, py::arg("event"), py::arg("stream"),
+               py::arg("device"), released());
+    module.def("cuda_elapsed_s", &cuda_elapsed_s, py::arg("start"), py::arg("stop"),
+               py::arg("device"), released());
     module.def("cuda_synchronize", &cuda_synchronize, py::arg("device"), released());
     module.def("cuda_copy", &cuda_copy, py::arg("target_ptr"), py::arg("source_ptr"),
                py::arg("num_bytes"), py::arg("device"), released());

@@ -18,6 +18,8 @@ void* as_pointer(std::uint64_t address) { return reinterpret_cast<void*>(address
 
 std::uint64_t as_address(const void* ptr) { return reinterpret_cast<std::uint64_t>(ptr); }
 
+cudaEvent_t as_event(std::uint64_t event) { return reinterpret_cast<cudaEvent_t>(event); }
+
 using GetAttributes = CUresult (*)(unsigned int, CUpointer_attribute*, void**, CUdeviceptr);
 
 // The driver is never linked against: it is found at run time.
@@ -50,12 +52,16 @@ std::uint64_t cuda_malloc(std::uint64_t num_bytes, int device) {
     const cudaError_t error = cudaMalloc(&memory, num_bytes);
     if (error != cudaSuccess) cudaGetLastError();  // out of memory is no fault of the next launch
     check(error, "cudaMalloc", device);
+    ++cuda::num_allocations;
     return as_address(memory);
 }
 
 void cuda_free(std::uint64_t ptr, int device) {
     check(cudaFree(as_pointer(ptr)), "cudaFree", device);
+    --cuda::num_allocations;
 }
+
+CudaHeld cuda_held() { return {cuda::num_allocations.load(), cuda::num_mappings.load()}; }
 
 std::uint64_t cuda_free_bytes(int device) {
     const DeviceScope scope(checked_device(device));
@@ -63,6 +69,31 @@ std::uint64_t cuda_free_bytes(int device) {
     std::size_t all_bytes = 0;
     check(cudaMemGetInfo(&free_bytes, &all_bytes), "cudaMemGetInfo", device);
     return free_bytes;
+}
+
+int cuda_num_devices() {
+    int num_devices = 0;
+    if (cudaGetDeviceCount(&num_devices) != cudaSuccess) {
+        cudaGetLastError();
+        return 0;
+    }
+    return num_devices;
+}
+
+CudaDeviceInfo cuda_device_info(int device) {
+    cudaDeviceProp properties{};
+    check(cudaGetDeviceProperties(&properties, checked_device(device)), "cudaGetDeviceProperties",
+          device);
+    return {properties.name, properties.totalGlobalMem, properties.major, properties.minor};
+}
+
+std::string cuda_driver_version() {
+    int version = 0;
+    if (cudaDriverGetVersion(&version) != cudaSuccess || version == 0) {
+        cudaGetLastError();
+        return {};
+    }
+    return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
 }
 
 std::string cuda_device_uuid(int device) {
@@ -115,12 +146,14 @@ std::uint64_t cuda_map(const std::string& handle, int device) {
     const cudaError_t error = cudaIpcOpenMemHandle(&memory, raw, cudaIpcMemLazyEnablePeerAccess);
     if (error != cudaSuccess) cudaGetLastError();
     check(error, "cudaIpcOpenMemHandle", device);
+    ++cuda::num_mappings;
     return as_address(memory);
 }
 
 void cuda_unmap(std::uint64_t base, int device) {
     const DeviceScope scope(checked_device(device));
     check(cudaIpcCloseMemHandle(as_pointer(base)), "cudaIpcCloseMemHandle", device);
+    --cuda::num_mappings;
 }
 
 std::uint64_t cuda_create_stream(int device) {
@@ -134,6 +167,30 @@ std::uint64_t cuda_create_stream(int device) {
 void cuda_wait_stream(std::uint64_t stream, int device) {
     const DeviceScope scope(checked_device(device));
     check(cudaStreamSynchronize(cuda::as_stream(stream)), "cudaStreamSynchronize", device);
+}
+
+std::uint64_t cuda_create_event(int device) {
+    const DeviceScope scope(checked_device(device));
+    cudaEvent_t event = nullptr;
+    check(cudaEventCreate(&event), "cudaEventCreate", device);
+    return as_address(event);
+}
+
+void cuda_destroy_event(std::uint64_t event, int device) {
+    check(cudaEventDestroy(as_event(event)), "cudaEventDestroy", device);
+}
+
+void cuda_record_event(std::uint64_t event, std::uint64_t stream, int device) {
+    const DeviceScope scope(checked_device(device));
+    check(cudaEventRecord(as_event(event), cuda::as_stream(stream)), "cudaEventRecord", device);
+}
+
+double cuda_elapsed_s(std::uint64_t start, std::uint64_t stop, int device) {
+    const DeviceScope scope(checked_device(device));
+    float spent_ms = 0;
+    check(cudaEventElapsedTime(&spent_ms, as_event(start), as_event(stop)), "cudaEventElapsedTime",
+          device);
+    return spent_ms * 1e-3;
 }
 
 void cuda_synchronize(int device) {

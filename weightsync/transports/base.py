@@ -167,6 +167,7 @@ class PreparedRead:
     table: Table
     num_bytes: int
     state: Any = field(default=None, repr=False)  # of the transport
+    device_s: float | None = None  # of the last read, by a device's own clock where one copied
 
 
 class DirectTarget(ABC):

@@ -228,7 +228,7 @@ class CudaPath(DevicePath):
         self._copies.add(copy)
         return copy
 
-    def copy(self, prepared: CudaCopy) -> None:
+    def copy(self, prepared: CudaCopy) -> float:
         with self._lock:
             if self._is_closed:
                 raise PeerLostError("this end was closed")
@@ -236,6 +236,7 @@ class CudaPath(DevicePath):
                 prepared.run()
             except ValueError as error:  # made for what is no longer mapped
                 raise TransportError(str(error)) from error
+            return prepared.device_s
 
     def _drop_copies(self) -> None:
         for copy in list(self._copies):

@@ -253,8 +253,8 @@ class DevicePath(ABC):
         """What ``copy`` needs of a checked table, worked out once."""
 
     @abstractmethod
-    def copy(self, prepared: Any) -> None:
-        """Copy everything; cannot be stopped, and need not: it is short."""
+    def copy(self, prepared: Any) -> float:
+        """Copy everything; cannot be stopped, and need not: it is short. The device's own seconds."""
 
     @abstractmethod
     def release(self) -> None:
@@ -403,7 +403,7 @@ class DirectReader(DirectTarget):
             raise
         if isinstance(opened.path, DevicePath):
             deadline.check()
-            opened.path.copy(work)
+            prepared.device_s = opened.path.copy(work)
         else:
             path = opened.path
             run_stoppable(

@@ -16,11 +16,30 @@ struct CudaAllocation {
     bool is_shareable;
 };
 
+// What this process holds through the extension, tables included; to see that nothing grows.
+struct CudaHeld {
+    std::int64_t num_allocations;
+    std::int64_t num_mappings;
+};
+CudaHeld cuda_held();
+
 std::uint64_t cuda_malloc(std::uint64_t num_bytes, int device);
 void cuda_free(std::uint64_t ptr, int device);
 
 // Bytes that are free on the device now.
 std::uint64_t cuda_free_bytes(int device);
+
+// A device as people know it; asking makes no context.
+struct CudaDeviceInfo {
+    std::string name;
+    std::uint64_t num_bytes;
+    int major;  // compute capability
+    int minor;
+};
+int cuda_num_devices();
+CudaDeviceInfo cuda_device_info(int device);
+// "13.0": the newest CUDA that the driver knows; empty without one.
+std::string cuda_driver_version();
 
 // 16 bytes that name the physical device, whatever its number in this process.
 std::string cuda_device_uuid(int device);
@@ -36,6 +55,11 @@ void cuda_unmap(std::uint64_t base, int device);
 // A stream that never waits for the legacy default stream.
 std::uint64_t cuda_create_stream(int device);
 void cuda_wait_stream(std::uint64_t stream, int device);
+// Marks on a stream; the time between two that were passed is the device's own.
+std::uint64_t cuda_create_event(int device);
+void cuda_destroy_event(std::uint64_t event, int device);
+void cuda_record_event(std::uint64_t event, std::uint64_t stream, int device);
+double cuda_elapsed_s(std::uint64_t start, std::uint64_t stop, int device);
 // Waits for all work of this process on the device.
 void cuda_synchronize(int device);
 
