@@ -111,18 +111,22 @@ class CudaDevice(BenchDevice):
         return None
 
     def num_different(self, module: Any, preset: str, mask: int) -> int | None:
-        """Draws one tensor after the other again and compares every bit; no further copy is held."""
-        import torch
+        return count_different(module, preset, self._name, mask)
 
-        parameters = dict(module.named_parameters())
-        found = 0
-        for name, wanted in _drawn(preset, self._name, order_seed=None):
-            bits = bits_of(wanted)
-            wanted.view(bits).bitwise_xor_(mask)
-            found += not torch.equal(parameters[name].data.view(bits), wanted.view(bits))
-            del wanted
-        torch.cuda.empty_cache()
-        return found
+
+def count_different(module: Any, preset: str, device: str, mask: int) -> int:
+    """Draws one tensor after the other again and compares every bit; no further copy is held."""
+    import torch
+
+    parameters = dict(module.named_parameters())
+    found = 0
+    for name, wanted in _drawn(preset, device, order_seed=None):
+        bits = bits_of(wanted)
+        wanted.view(bits).bitwise_xor_(mask)
+        found += not torch.equal(parameters[name].data.view(bits), wanted.view(bits))
+        del wanted
+    torch.cuda.empty_cache()
+    return found
 
 
 def drawn_module(preset: str, device: str, order_seed: int) -> Any:

@@ -76,7 +76,7 @@ def _limits(result: Mapping[str, Any]) -> list[str]:
         _row(
             "fraction of ceiling",
             f"{result['fraction_of_ceiling']:.1%} whole refit, "
-            f"{result['move_fraction_of_ceiling']:.1%} move phase",
+            f"{result['move_fraction_of_ceiling']:.1%} move phase{_read_fraction(result)}",
         ),
         _row(
             "fit of the move",
@@ -86,6 +86,14 @@ def _limits(result: Mapping[str, Any]) -> list[str]:
         _row("pause of the engine", f"{result['pause_seconds']:.4f} s"),
         *_memory(result),
     ]
+
+
+def _read_fraction(result: Mapping[str, Any]) -> str:
+    spent_s = result["phases"].get("read_device")
+    if not spent_s:
+        return ""
+    rate = result["total_bytes"] / spent_s / 1e9
+    return f", {rate / result['ceiling_gb_per_s']:.1%} the read alone"
 
 
 def _memory(result: Mapping[str, Any]) -> list[str]:
