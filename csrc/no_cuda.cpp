@@ -58,6 +58,16 @@ CudaAllocation cuda_allocation(std::uint64_t, int device) { fail("cuda_allocatio
 std::string cuda_export(std::uint64_t, int device) { fail("cuda_export", device); }
 std::uint64_t cuda_map(const std::string&, int device) { fail("cuda_map", device); }
 void cuda_unmap(std::uint64_t, int device) { fail("cuda_unmap", device); }
+int cuda_export_fd(std::uint64_t, int device) { fail("cuda_export_fd", device); }
+std::uint64_t cuda_import_fd(int, int device) { fail("cuda_import_fd", device); }
+void cuda_release_handle(std::uint64_t, int device) { fail("cuda_release_handle", device); }
+std::uint64_t cuda_map_handles(const std::vector<std::uint64_t>&, const std::vector<std::uint64_t>&,
+                               int device) {
+    fail("cuda_map_handles", device);
+}
+void cuda_unmap_handles(std::uint64_t, const std::vector<std::uint64_t>&, int device) {
+    fail("cuda_unmap_handles", device);
+}
 std::uint64_t cuda_create_stream(int device) { fail("cuda_create_stream", device); }
 void cuda_wait_stream(std::uint64_t, int device) { fail("cuda_wait_stream", device); }
 std::uint64_t cuda_create_event(int device) { fail("cuda_create_event", device); }

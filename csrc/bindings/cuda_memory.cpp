@@ -1,5 +1,7 @@
 #include "weightsync/cuda_memory.hpp"
 
+#include <pybind11/stl.h>
+
 #include "bindings.hpp"
 
 namespace py = pybind11;
@@ -31,7 +33,8 @@ void bind_cuda_memory(py::module_& module) {
         "cuda_allocation",
         [](std::uint64_t ptr, int device) {
             const CudaAllocation found = cuda_allocation(ptr, device);
-            return py::make_tuple(found.base, found.num_bytes, found.id, found.is_shareable);
+            return py::make_tuple(found.base, found.num_bytes, found.id,
+                                  static_cast<int>(found.sharing));
         },
         py::arg("ptr"), py::arg("device"));
     module.def(
@@ -46,6 +49,14 @@ void bind_cuda_memory(py::module_& module) {
         },
         py::arg("handle"), py::arg("device"));
     module.def("cuda_unmap", &cuda_unmap, py::arg("base"), py::arg("device"), released());
+    module.def("cuda_export_fd", &cuda_export_fd, py::arg("base"), py::arg("device"), released());
+    module.def("cuda_import_fd", &cuda_import_fd, py::arg("fd"), py::arg("device"), released());
+    module.def("cuda_release_handle", &cuda_release_handle, py::arg("handle"), py::arg("device"),
+               released());
+    module.def("cuda_map_handles", &cuda_map_handles, py::arg("handles"), py::arg("num_bytes"),
+               py::arg("device"), released());
+    module.def("cuda_unmap_handles", &cuda_unmap_handles, py::arg("base"), py::arg("num_bytes"),
+               py::arg("device"), released());
     module.def("cuda_create_stream", &cuda_create_stream, py::arg("device"), released());
     module.def("cuda_wait_stream", &cuda_wait_stream, py::arg("stream"), py::arg("device"),
                released());

@@ -5,6 +5,7 @@
 
 #include <cstring>
 
+#include "driver.cuh"
 #include "memory.cuh"
 
 namespace weightsync {
@@ -21,28 +22,6 @@ std::uint64_t as_address(const void* ptr) { return reinterpret_cast<std::uint64_
 cudaEvent_t as_event(std::uint64_t event) { return reinterpret_cast<cudaEvent_t>(event); }
 
 using GetAttributes = CUresult (*)(unsigned int, CUpointer_attribute*, void**, CUdeviceptr);
-
-// The driver is never linked against: it is found at run time.
-GetAttributes find_get_attributes(int device) {
-    void* function = nullptr;
-    cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
-    const char* name = "cuPointerGetAttributes";
-#if CUDART_VERSION >= 12050
-    check(cudaGetDriverEntryPointByVersion(name, &function, 11040, cudaEnableDefault, &found),
-          "cudaGetDriverEntryPointByVersion", device);
-#elif CUDART_VERSION >= 12000
-    check(cudaGetDriverEntryPoint(name, &function, cudaEnableDefault, &found),
-          "cudaGetDriverEntryPoint", device);
-#else
-    check(cudaGetDriverEntryPoint(name, &function, cudaEnableDefault), "cudaGetDriverEntryPoint",
-          device);
-    if (function != nullptr) found = cudaDriverEntryPointSuccess;
-#endif
-    if (found != cudaDriverEntryPointSuccess || function == nullptr) {
-        throw CudaError("cudaErrorNotSupported", name, device, "the driver is too old");
-    }
-    return reinterpret_cast<GetAttributes>(function);
-}
 
 }  // namespace
 
@@ -106,23 +85,33 @@ std::string cuda_device_uuid(int device) {
 CudaAllocation cuda_allocation(std::uint64_t ptr, int device) {
     const DeviceScope scope(checked_device(device));
     check(cudaFree(nullptr), "cudaFree", device);  // the driver answers only in a context
-    static const GetAttributes get_attributes = find_get_attributes(device);
+    static const auto get_attributes =
+        cuda::driver_function<GetAttributes>("cuPointerGetAttributes", 11040, device);
     CUdeviceptr base = 0;
+    CUdeviceptr piece = 0;
     std::size_t num_bytes = 0;
+    std::size_t piece_bytes = 0;
     unsigned long long id = 0;
-    int is_shareable = 0;
+    unsigned long long handle_types = 0;
+    int has_legacy_handle = 0;
     int ordinal = -1;
-    CUpointer_attribute wanted[] = {CU_POINTER_ATTRIBUTE_RANGE_START_ADDR,
-                                    CU_POINTER_ATTRIBUTE_RANGE_SIZE, CU_POINTER_ATTRIBUTE_BUFFER_ID,
-                                    CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE,
-                                    CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL};
-    void* values[] = {&base, &num_bytes, &id, &is_shareable, &ordinal};
-    const CUresult result = get_attributes(5, wanted, values, ptr);
+    CUpointer_attribute wanted[] = {
+        CU_POINTER_ATTRIBUTE_RANGE_START_ADDR, CU_POINTER_ATTRIBUTE_RANGE_SIZE,
+        CU_POINTER_ATTRIBUTE_BUFFER_ID,        CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE,
+        CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL,   CU_POINTER_ATTRIBUTE_MAPPING_BASE_ADDR,
+        CU_POINTER_ATTRIBUTE_MAPPING_SIZE,     CU_POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES};
+    void* values[] = {&base,    &num_bytes, &id,          &has_legacy_handle,
+                      &ordinal, &piece,     &piece_bytes, &handle_types};
+    const CUresult result = get_attributes(8, wanted, values, ptr);
     if (result != CUDA_SUCCESS || base == 0 || ordinal != device) {
         throw CudaError("cudaErrorInvalidValue", "cuPointerGetAttributes", device,
                         "not memory of this device (" + std::to_string(result) + ")");
     }
-    return {base, num_bytes, id, is_shareable != 0};
+    if (has_legacy_handle != 0) return {base, num_bytes, id, CudaSharing::kHandle};
+    // Of virtual memory management: the range is all that was reserved, and mapped piece by piece.
+    const bool has_fd = (handle_types & CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR) != 0;
+    if (piece == 0) return {base, num_bytes, id, CudaSharing::kNone};
+    return {piece, piece_bytes, id, has_fd ? CudaSharing::kFd : CudaSharing::kNone};
 }
 
 std::string cuda_export(std::uint64_t base, int device) {

@@ -60,6 +60,14 @@ class DeviceSource(ABC):
     def describe(self, regions: Sequence[RegionAddress]) -> dict[str, Any]:
         """JSON that changes when any memory behind the regions did; their contents are there."""
 
+    @abstractmethod
+    def announce(self, link: Link, epoch: int) -> None:
+        """Send along what cannot be described: before the target hears of the epoch."""
+
+    @abstractmethod
+    def withdraw(self, link: Link, epoch: int) -> None:
+        """What was sent along for this epoch is worth nothing any more."""
+
 
 class Publisher(DirectSource):
     """The published end; speaks as soon as a link is attached.
@@ -87,7 +95,7 @@ class Publisher(DirectSource):
         """Tell a target that came later what is published."""
         self._link = link
         if self._regions is not None:
-            self._announce(link, self._regions)
+            self._announce(link, self._regions, self._device)
 
     def publish(self, regions: Sequence[RegionAddress]) -> Descriptor:
         reach("direct.publish")
@@ -98,9 +106,10 @@ class Publisher(DirectSource):
         if wanted != self._regions or device != self._device:
             _check_regions(wanted, is_host=device is None)
             self._epoch += 1
-            self._regions, self._device = wanted, device
+            self._regions, self._device = None, None  # should it not be announced
             if self._link is not None:
-                self._announce(self._link, wanted)
+                self._announce(self._link, wanted, device)
+            self._regions, self._device = wanted, device
         reach("direct.published")
         about_device = {} if device is None else {"device": device}
         return {
@@ -121,9 +130,15 @@ class Publisher(DirectSource):
         self._regions = None
         if self._link is not None:
             self._link.send({"kind": "withdrawn", "epoch": self._epoch})
+            if self._device is not None and self._device_source is not None:
+                self._device_source.withdraw(self._link, self._epoch)
 
-    def _announce(self, link: Link, regions: Sequence[RegionAddress]) -> None:
-        arenas = _arenas_of(regions) if self._shares_arenas and self._device is None else []
+    def _announce(
+        self, link: Link, regions: Sequence[RegionAddress], device: dict[str, Any] | None
+    ) -> None:
+        if device is not None and self._device_source is not None:
+            self._device_source.announce(link, self._epoch)
+        arenas = _arenas_of(regions) if self._shares_arenas and device is None else []
         fds = [arena.read_only_fd() for arena in arenas]
         try:
             spans = [{"ptr": a.ptr, "num_bytes": a.num_bytes} for a in arenas]
@@ -244,9 +259,13 @@ class DevicePath(ABC):
 
     @abstractmethod
     def map_device(
-        self, device: object, regions: Mapping[int, Span], local: Sequence[RegionAddress]
+        self,
+        device: object,
+        regions: Mapping[int, Span],
+        local: Sequence[RegionAddress],
+        epoch: int,
     ) -> dict[int, int]:
-        """Like ``ReadPath.map``, from what the source's end said of its device."""
+        """Like ``ReadPath.map``, from what the source's end said of its device in this epoch."""
 
     @abstractmethod
     def prepare(self, rows: Table) -> Any:
@@ -328,7 +347,7 @@ class DirectReader(DirectTarget):
             addresses, path = old.addresses, old.path
         else:
             self._opened = None
-            addresses, path = self._map(regions, device, where, deadline)
+            addresses, path = self._map(regions, device, where, epoch, deadline)
         self._opened = _Opened(epoch, regions, where, addresses, path)
         return dict(addresses)
 
@@ -337,10 +356,12 @@ class DirectReader(DirectTarget):
         regions: dict[int, Span],
         device: object,
         local: Sequence[RegionAddress],
+        epoch: int,
         deadline: Deadline,
     ) -> tuple[dict[int, int], ReadPath | DevicePath]:
         if device is not None and self._device_path is not None:
-            return self._device_path.map_device(device, regions, local), self._device_path
+            mapped = self._device_path.map_device(device, regions, local, epoch)
+            return mapped, self._device_path
         self._let_go()
         for region in local:
             if region.device != "cpu" and region.num_bytes:
