@@ -255,12 +255,12 @@ def visible_name(index: int) -> str:
 
 
 def test_a_device_by_its_uuid_and_by_its_number() -> None:
-    with engine() as (module, receiver):
-        with far_trainer({"CUDA_VISIBLE_DEVICES": visible_name(0), **EXPANDABLE}) as far:
-            far("make", 1)
-            far("connect", receiver.url, {})
-            assert far("refit", 1, 7)["outcome"] == "committed"
-            assert_holds(module, 7)
+    env = {"CUDA_VISIBLE_DEVICES": visible_name(0), **EXPANDABLE}
+    with engine() as (module, receiver), far_trainer(env) as far:
+        far("make", 1)
+        far("connect", receiver.url, {})
+        assert far("refit", 1, 7)["outcome"] == "committed"
+        assert_holds(module, 7)
 
 
 @pytest.fixture
