@@ -40,11 +40,26 @@ def cuda_index(device: str) -> int:
         )
     if not native.has_cuda():
         raise ConfigError(
-            f"memory of device {device!r} cannot be touched: {native.cuda_unavailable_reason()}. "
-            "docs/cuda.md says how to build the extension with CUDA "
-            "(pip install . -C cmake.define.WEIGHTSYNC_CUDA=ON)"
+            f"memory of device {device!r} cannot be touched: {native.cuda_unavailable_reason()}; "
+            f"{cuda_remedy()}"
         )
     return int(index)
+
+
+_REMEDIES: Final = {
+    "built without CUDA": "build the extension with CUDA, with a toolkit or the package "
+    "nvidia-cuda-nvcc at hand (docs/cuda.md): "
+    "pip install . -C cmake.define.WEIGHTSYNC_CUDA=ON",
+    "no driver": "this build has the CUDA code; install NVIDIA's driver, or start the container with "
+    "the GPU (docker run --gpus all)",
+    "no device": "the driver shows no GPU; look at CUDA_VISIBLE_DEVICES and nvidia-smi",
+}
+
+
+def cuda_remedy() -> str:
+    """What to do where ``native.has_cuda()`` is false."""
+    reason = native.cuda_unavailable_reason()
+    return _REMEDIES.get(str(reason), "look at nvidia-smi")
 
 
 def device_of(regions: Iterable[RegionAddress], what: str) -> str:
@@ -83,6 +98,37 @@ def stream_of(index: int) -> int:
         if index not in _streams:
             _streams[index] = native.extension.cuda_create_stream(index)
         return _streams[index]
+
+
+class StreamTimer:
+    """How long the device works on what a ``with`` block enqueues on our stream.
+
+    ``seconds()`` is known once the stream was waited for.
+    """
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+        create = native.extension.cuda_create_event
+        self._events = (create(index), create(index))
+        finalizer = weakref.finalize(self, _destroy_events, self._events, index)
+        finalizer.atexit = False  # the process takes them along
+
+    def __enter__(self) -> None:
+        native.extension.cuda_record_event(self._events[0], stream_of(self._index), self._index)
+
+    def __exit__(self, *_: object) -> None:
+        native.extension.cuda_record_event(self._events[1], stream_of(self._index), self._index)
+
+    def seconds(self) -> float:
+        return native.extension.cuda_elapsed_s(*self._events, self._index)
+
+
+def _destroy_events(events: tuple[int, int], index: int) -> None:
+    for event in events:
+        try:
+            native.extension.cuda_destroy_event(event, index)
+        except native.CudaError:  # of an earlier kernel: the device is of no use any more
+            _LOG.exception("an event was not destroyed")
 
 
 # --- memory ---------------------------------------------------------------------------------------
@@ -181,20 +227,27 @@ class _HostCopy(SegmentCopy):
         native.copy_segments(self._rows, num_threads=num_threads)
 
 
-class CudaCopy(SegmentCopy):
-    """One launch a run; cannot be stopped, and need not: it is short."""
+class _Launched:
+    """A table on a device whose runs are timed."""
 
-    def __init__(self, rows: Table, device: str) -> None:
+    _table: Any
+
+    def __init__(self, device: str) -> None:
         self._index = cuda_index(device)
         self._device = device
         with cuda_errors(device):
             self._stream = stream_of(self._index)
-            self._table = native.SegmentTableCuda(rows, self._index)
+            self._timer = StreamTimer(self._index)
 
-    def run(self, num_threads: int = 1) -> None:
-        with cuda_errors(self._device):
+    def _launch(self) -> None:
+        with self._timer:
             self._table.launch(self._stream)
-            native.extension.cuda_wait_stream(self._stream, self._index)
+
+    @property
+    def device_s(self) -> float:
+        """Seconds of the device in the last run."""
+        with cuda_errors(self._device):
+            return self._timer.seconds()
 
     def close(self) -> None:
         """Free the table. Idempotent."""
@@ -202,15 +255,27 @@ class CudaCopy(SegmentCopy):
             self._table.close()
 
 
-class CudaCopyDigest:
+class CudaCopy(_Launched, SegmentCopy):
+    """One launch a run; cannot be stopped, and need not: it is short."""
+
+    def __init__(self, rows: Table, device: str) -> None:
+        super().__init__(device)
+        with cuda_errors(device):
+            self._table = native.SegmentTableCuda(rows, self._index)
+
+    def run(self, num_threads: int = 1) -> None:
+        with cuda_errors(self._device):
+            self._launch()
+            native.extension.cuda_wait_stream(self._stream, self._index)
+
+
+class CudaCopyDigest(_Launched):
     """One launch a run that copies and digests what it reads."""
 
     def __init__(self, rows: Table, digests: DigestRows, device: str) -> None:
         """Raises ``ValueError`` if the digest rows are not, row by row, what ``rows`` reads."""
-        self._index = cuda_index(device)
-        self._device = device
+        super().__init__(device)
         with cuda_errors(device):
-            self._stream = stream_of(self._index)
             self._table = native.CopyDigestTableCuda(
                 rows, digests.rows, self._index,
                 owners=digests.owners, num_owners=digests.num_owners,
@@ -219,13 +284,9 @@ class CudaCopyDigest:
     def run(self) -> npt.NDArray[np.uint64]:
         """The digest of each owner."""
         with cuda_errors(self._device):
-            self._table.launch(self._stream)
-            return self._table.result()
-
-    def close(self) -> None:
-        """Free the table. Idempotent."""
-        with cuda_errors(self._device):
-            self._table.close()
+            self._launch()
+            found: npt.NDArray[np.uint64] = self._table.result()
+        return found
 
 
 def segment_copy(rows: Table, device: str) -> SegmentCopy:

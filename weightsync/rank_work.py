@@ -131,8 +131,10 @@ class SessionStats:
         try:
             yield
         finally:
-            spent_s = time.perf_counter() - start_s
-            self.phases[phase] = self.phases.get(phase, 0.0) + spent_s
+            self.add(phase, time.perf_counter() - start_s)
+
+    def add(self, phase: str, seconds: float) -> None:
+        self.phases[phase] = self.phases.get(phase, 0.0) + seconds
 
 
 Landing = dict[tuple[int, int], Spot]
@@ -350,6 +352,8 @@ class RankWork:
         start_s = time.perf_counter()
         direct.read(prepared, deadline)
         spent_s = time.perf_counter() - start_s
+        if prepared.device_s is not None:
+            opened.stats.add("read_device", prepared.device_s)
         opened.stats.buckets.append((prepared.num_bytes, len(plan.transfers), spent_s))
         opened.coverage.all_arrived(job.move_id)
         return prepared.digests

@@ -35,6 +35,7 @@ from weightsync.transports.base import (
     Transport,
 )
 from weightsync.transports.channel import Channel, Listener, close_fds, connect
+from weightsync.transports.cuda_pieces import PIECES_KIND, PieceBoard
 from weightsync.transports.ipc_cuda import CudaPath, CudaSource
 from weightsync.transports.ipc_host import (
     REMEDY,
@@ -168,7 +169,9 @@ class IpcSource(SourceEndpoint):
 class IpcTarget(TargetEndpoint):
     """The engine's end."""
 
-    def __init__(self, channel: Channel, endpoint: str, direct_path: DirectPath) -> None:
+    def __init__(
+        self, channel: Channel, endpoint: str, direct_path: DirectPath, pieces: PieceBoard
+    ) -> None:
         self._channel = channel
         self._endpoint = endpoint
         self._direct_path = direct_path
@@ -178,7 +181,7 @@ class IpcTarget(TargetEndpoint):
         self._ring: RingTarget | None = None
         is_own_process = channel.peer_pid == os.getpid()
         self._reader = DirectReader(
-            "ipc", endpoint, self._inbox, self._find_path, CudaPath(is_own_process)
+            "ipc", endpoint, self._inbox, self._find_path, CudaPath(is_own_process, pieces)
         )
 
     def stream(self, deadline: Deadline) -> StreamTarget:
@@ -285,9 +288,9 @@ class IpcTransport(Transport):
                     f"ipc descriptor: field {name!r} is {fields[name]!r}, not {value!r}"
                 )
         _check_host(fields["host"])
-        return IpcTarget(
-            connect(fields["channel"], deadline), fields["endpoint"], self._direct_path
-        )
+        pieces = PieceBoard()
+        channel = connect(fields["channel"], deadline, {PIECES_KIND: pieces.take})
+        return IpcTarget(channel, fields["endpoint"], self._direct_path, pieces)
 
 
 def _check_host(host: object) -> None:

@@ -64,6 +64,14 @@ class DeviceSource(ABC):
     def describe(self, regions: Sequence[RegionAddress]) -> dict[str, Any]:
         """JSON that changes when any memory behind the regions did; their contents are there."""
 
+    @abstractmethod
+    def announce(self, link: Link, epoch: int) -> None:
+        """Send along what cannot be described: before the target hears of the epoch."""
+
+    @abstractmethod
+    def withdraw(self, link: Link, epoch: int) -> None:
+        """What was sent along for this epoch is worth nothing any more."""
+
 
 class Publisher(DirectSource):
     """The published end; speaks as soon as a link is attached.
@@ -92,7 +100,7 @@ class Publisher(DirectSource):
         """Tell a target that came later what is published."""
         self._link = link
         if self._regions is not None:
-            self._announce(link, self._regions)
+            self._announce(link, self._regions, self._device)
 
     def publish(self, regions: Sequence[RegionAddress]) -> Descriptor:
         """The same object while nothing changes."""
@@ -107,9 +115,10 @@ class Publisher(DirectSource):
         if not is_same or device is not self._device:
             _check_regions(wanted, is_host=device is None)
             self._epoch += 1
-            self._regions, self._device = wanted, device
+            self._regions, self._device = None, None  # should it not be announced
             if self._link is not None:
-                self._announce(self._link, wanted)
+                self._announce(self._link, wanted, device)
+            self._regions, self._device = wanted, device
             self._descriptor = self._describe()
         reach("direct.published")
         return self._descriptor
@@ -135,9 +144,15 @@ class Publisher(DirectSource):
         self._regions = None
         if self._link is not None:
             self._link.send({"kind": "withdrawn", "epoch": self._epoch})
+            if self._device is not None and self._device_source is not None:
+                self._device_source.withdraw(self._link, self._epoch)
 
-    def _announce(self, link: Link, regions: Sequence[RegionAddress]) -> None:
-        arenas = _arenas_of(regions) if self._shares_arenas and self._device is None else []
+    def _announce(
+        self, link: Link, regions: Sequence[RegionAddress], device: dict[str, Any] | None
+    ) -> None:
+        if device is not None and self._device_source is not None:
+            self._device_source.announce(link, self._epoch)
+        arenas = _arenas_of(regions) if self._shares_arenas and device is None else []
         fds = [arena.read_only_fd() for arena in arenas]
         try:
             spans = [{"ptr": a.ptr, "num_bytes": a.num_bytes} for a in arenas]
@@ -248,6 +263,14 @@ class ReadPath(ABC):
         """Unmap everything; a copy that runs keeps what it reads."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceCopied:
+    """What a copy on a device leaves."""
+
+    device_s: float  # the device's own seconds
+    digests: npt.NDArray[np.uint64] | None = None  # of what was read, if they were wanted
+
+
 class DevicePath(ABC):
     """A way to the memory of a device."""
 
@@ -258,18 +281,21 @@ class DevicePath(ABC):
 
     @abstractmethod
     def map_device(
-        self, device: object, regions: Mapping[int, Span], local: Sequence[RegionAddress]
+        self,
+        device: object,
+        regions: Mapping[int, Span],
+        local: Sequence[RegionAddress],
+        epoch: int,
     ) -> dict[int, int]:
-        """Like ``ReadPath.map``, from what the source's end said of its device."""
+        """Like ``ReadPath.map``, from what the source's end said of its device in this epoch."""
 
     @abstractmethod
     def prepare(self, rows: Table, digests: DigestRows | None) -> Any:
         """What ``copy`` needs of a checked table, worked out once."""
 
     @abstractmethod
-    def copy(self, prepared: Any) -> npt.NDArray[np.uint64] | None:
-        """Copy everything; cannot be stopped, and need not: it is short. Returns digests, if they
-        were taken."""
+    def copy(self, prepared: Any) -> DeviceCopied:
+        """Copy everything; cannot be stopped, and need not: it is short."""
 
     @abstractmethod
     def release(self) -> None:
@@ -347,7 +373,7 @@ class DirectReader(DirectTarget):
             addresses, path = old.addresses, old.path
         else:
             self._opened = None
-            addresses, path = self._map(regions, device, where, deadline)
+            addresses, path = self._map(regions, device, where, epoch, deadline)
         self._opened = _Opened(epoch, regions, where, addresses, path)
         return addresses
 
@@ -356,10 +382,12 @@ class DirectReader(DirectTarget):
         regions: dict[int, Span],
         device: object,
         local: Sequence[RegionAddress],
+        epoch: int,
         deadline: Deadline,
     ) -> tuple[dict[int, int], ReadPath | DevicePath]:
         if device is not None and self._device_path is not None:
-            return self._device_path.map_device(device, regions, local), self._device_path
+            mapped = self._device_path.map_device(device, regions, local, epoch)
+            return mapped, self._device_path
         self._let_go()
         for region in local:
             if region.device != "cpu" and region.num_bytes:
@@ -430,7 +458,8 @@ class DirectReader(DirectTarget):
             raise
         if isinstance(opened.path, DevicePath):
             deadline.check()
-            prepared.digests = opened.path.copy(work)
+            copied = opened.path.copy(work)
+            prepared.device_s, prepared.digests = copied.device_s, copied.digests
         else:
             path = opened.path
             run_stoppable(
