@@ -21,6 +21,7 @@ import numpy.typing as npt
 from weightsync import native
 from weightsync.errors import CapacityError, ConfigError, TransportError
 from weightsync.memory import HostMemory
+from weightsync.tables import DigestRows
 from weightsync.types import RegionAddress, format_bytes
 
 _LOG = logging.getLogger(__name__)
@@ -242,6 +243,40 @@ class CudaCopy(SegmentCopy):
             with self._timer:
                 self._table.launch(self._stream)
             native.extension.cuda_wait_stream(self._stream, self._index)
+
+    @property
+    def device_s(self) -> float:
+        """Seconds of the device in the last run."""
+        with cuda_errors(self._device):
+            return self._timer.seconds()
+
+    def close(self) -> None:
+        """Free the table. Idempotent."""
+        with cuda_errors(self._device):
+            self._table.close()
+
+
+class CudaCopyDigest:
+    """One launch a run that copies and digests what it reads."""
+
+    def __init__(self, rows: Table, digests: DigestRows, device: str) -> None:
+        """Raises ``ValueError`` if the digest rows are not, row by row, what ``rows`` reads."""
+        self._index = cuda_index(device)
+        self._device = device
+        with cuda_errors(device):
+            self._stream = stream_of(self._index)
+            self._table = native.CopyDigestTableCuda(
+                rows, digests.rows, self._index,
+                owners=digests.owners, num_owners=digests.num_owners,
+            )  # fmt: skip
+            self._timer = StreamTimer(self._index)
+
+    def run(self) -> npt.NDArray[np.uint64]:
+        """The digest of each owner."""
+        with cuda_errors(self._device):
+            with self._timer:
+                self._table.launch(self._stream)
+            return self._table.result()
 
     @property
     def device_s(self) -> float:

@@ -17,8 +17,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
+import numpy as np
+import numpy.typing as npt
+
 from weightsync import native
-from weightsync.device_tables import CudaCopy, cuda_errors, cuda_index, device_of, synchronize
+from weightsync.device_tables import (
+    CudaCopy,
+    CudaCopyDigest,
+    cuda_errors,
+    cuda_index,
+    device_of,
+    synchronize,
+)
 from weightsync.errors import (
     CapacityError,
     PeerLostError,
@@ -26,6 +36,7 @@ from weightsync.errors import (
     TransportError,
     UnavailableError,
 )
+from weightsync.tables import DigestRows
 from weightsync.transports.base import Table
 from weightsync.transports.cuda_allocations import (
     Allocation,
@@ -113,6 +124,15 @@ def _sharing() -> Iterator[None]:
         raise UnavailableError(_REFUSED.format(error=error)) from error
 
 
+def _copy_of(rows: Table, digests: DigestRows | None, device: str) -> CudaCopy | CudaCopyDigest:
+    if digests is not None and len(digests.rows) == len(rows):
+        try:
+            return CudaCopyDigest(rows, digests, device)
+        except ValueError:
+            _LOG.debug("digests are taken apart: some tensor is not dense on both sides")
+    return CudaCopy(rows, device)
+
+
 def _look_up(ptr: int, index: int) -> tuple[int, int, int, int]:
     return native.extension.cuda_allocation(ptr, index)
 
@@ -130,7 +150,7 @@ class CudaPath(DevicePath):
         self._index = 0
         self._device = ""
         self._mapped: dict[Allocation, int] = {}
-        self._copies: weakref.WeakSet[CudaCopy] = weakref.WeakSet()
+        self._copies: weakref.WeakSet[CudaCopy | CudaCopyDigest] = weakref.WeakSet()
         self._lock = threading.Lock()  # nothing is unmapped under a copy
         self._is_closed = False
 
@@ -207,20 +227,26 @@ class CudaPath(DevicePath):
         finally:
             release_handles(handles, self._index)  # the mapping needs them no longer
 
-    def prepare(self, rows: Table) -> CudaCopy:
-        copy = CudaCopy(rows, self._device)
+    def prepare(self, rows: Table, digests: DigestRows | None) -> CudaCopy | CudaCopyDigest:
+        copy = _copy_of(rows, digests, self._device)
         self._copies.add(copy)
         return copy
 
-    def copy(self, prepared: CudaCopy) -> float:
+    def copy(
+        self, prepared: CudaCopy | CudaCopyDigest
+    ) -> tuple[npt.NDArray[np.uint64] | None, float]:
         with self._lock:
             if self._is_closed:
                 raise PeerLostError("this end was closed")
             try:
-                prepared.run()
+                digests = None
+                if isinstance(prepared, CudaCopyDigest):
+                    digests = prepared.run()
+                else:
+                    prepared.run()
             except ValueError as error:  # made for what is no longer mapped
                 raise TransportError(str(error)) from error
-            return prepared.device_s
+            return digests, prepared.device_s
 
     def _drop_copies(self) -> None:
         for copy in list(self._copies):

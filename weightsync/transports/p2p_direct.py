@@ -14,6 +14,7 @@ from weightsync.deadline import Deadline
 from weightsync.errors import ConfigError, ProtocolError, TransportError, UnavailableError
 from weightsync.faults import reach
 from weightsync.memory import PAGE_BYTES, merge_spans
+from weightsync.tables import DigestRows
 from weightsync.transports.base import Descriptor, DirectSource, DirectTarget, PreparedRead, Table
 from weightsync.transports.link import Inbox, Link, check_fields
 from weightsync.transports.nixl_agent import Agent
@@ -256,7 +257,7 @@ class P2pDirectTarget(DirectTarget):
             self._opened = _Opened(published, where)
         return {region.region: region.ptr for region in published.regions}
 
-    def prepare(self, table: Table) -> PreparedRead:
+    def prepare(self, table: Table, digests: DigestRows | None = None) -> PreparedRead:
         opened = self._opened
         if opened is None:
             raise ConfigError("nothing was opened to read from")

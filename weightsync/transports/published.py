@@ -11,6 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import numpy as np
+import numpy.typing as npt
+
 from weightsync.deadline import Deadline
 from weightsync.errors import (
     ConfigError,
@@ -22,6 +25,7 @@ from weightsync.errors import (
 from weightsync.faults import reach
 from weightsync.memory import SharedArena, find_arena
 from weightsync.native import CancelFlag
+from weightsync.tables import DigestRows
 from weightsync.transports.base import (
     Descriptor,
     DirectSource,
@@ -90,6 +94,7 @@ class Publisher(DirectSource):
         self._link: Link | None = None
         self._epoch = 0
         self._regions: tuple[RegionAddress, ...] | None = None
+        self._descriptor: Descriptor = {}
 
     def attach(self, link: Link) -> None:
         """Tell a target that came later what is published."""
@@ -98,6 +103,7 @@ class Publisher(DirectSource):
             self._announce(link, self._regions, self._device)
 
     def publish(self, regions: Sequence[RegionAddress]) -> Descriptor:
+        """The same object while nothing changes."""
         reach("direct.publish")
         wanted = tuple(regions)
         device = None
@@ -110,8 +116,12 @@ class Publisher(DirectSource):
             if self._link is not None:
                 self._announce(self._link, wanted, device)
             self._regions, self._device = wanted, device
+            self._descriptor = self._describe()
         reach("direct.published")
-        about_device = {} if device is None else {"device": device}
+        return self._descriptor
+
+    def _describe(self) -> Descriptor:
+        about_device = {} if self._device is None else {"device": self._device}
         return {
             **about_device,
             "schema": PROTOCOL_VERSION,
@@ -119,7 +129,8 @@ class Publisher(DirectSource):
             "endpoint": self._endpoint,
             "epoch": self._epoch,
             "regions": [
-                {"region": r.region, "ptr": r.ptr, "num_bytes": r.num_bytes} for r in wanted
+                {"region": r.region, "ptr": r.ptr, "num_bytes": r.num_bytes}
+                for r in self._regions or ()
             ],
         }
 
@@ -268,12 +279,13 @@ class DevicePath(ABC):
         """Like ``ReadPath.map``, from what the source's end said of its device in this epoch."""
 
     @abstractmethod
-    def prepare(self, rows: Table) -> Any:
+    def prepare(self, rows: Table, digests: DigestRows | None) -> Any:
         """What ``copy`` needs of a checked table, worked out once."""
 
     @abstractmethod
-    def copy(self, prepared: Any) -> float:
-        """Copy everything; cannot be stopped, and need not: it is short. The device's own seconds."""
+    def copy(self, prepared: Any) -> tuple[npt.NDArray[np.uint64] | None, float]:
+        """Copy everything; cannot be stopped, and need not: it is short. Returns digests, if they
+        were taken, and the device's own seconds."""
 
     @abstractmethod
     def release(self) -> None:
@@ -312,6 +324,8 @@ class DirectReader(DirectTarget):
         self._path: ReadPath | None = None
         self._board = EpochBoard(inbox)
         self._opened: _Opened | None = None
+        # The last descriptor, by identity: nobody changes one.
+        self._parsed: tuple[Descriptor, tuple[int, dict[int, Span], object]] | None = None
 
     @property
     def path_name(self) -> str | None:
@@ -330,9 +344,11 @@ class DirectReader(DirectTarget):
 
     def open(
         self, descriptor: Descriptor, local: Sequence[RegionAddress], deadline: Deadline
-    ) -> dict[int, int]:
+    ) -> Mapping[int, int]:
         reach("direct.open")
-        epoch, regions, device = self._parse(descriptor)
+        if self._parsed is None or self._parsed[0] is not descriptor:
+            self._parsed = (descriptor, self._parse(descriptor))
+        epoch, regions, device = self._parsed[1]
         where = tuple(local)
         self._inbox.check()
         try:
@@ -342,14 +358,14 @@ class DirectReader(DirectTarget):
             raise
         old = self._opened
         if old is not None and (old.epoch, old.regions, old.local) == (epoch, regions, where):
-            return dict(old.addresses)
+            return old.addresses
         if old is not None and (old.epoch, old.regions) == (epoch, regions):
             addresses, path = old.addresses, old.path
         else:
             self._opened = None
             addresses, path = self._map(regions, device, where, epoch, deadline)
         self._opened = _Opened(epoch, regions, where, addresses, path)
-        return dict(addresses)
+        return addresses
 
     def _map(
         self,
@@ -400,7 +416,11 @@ class DirectReader(DirectTarget):
             regions[region["region"]] = (region["ptr"], region["num_bytes"])
         return fields["epoch"], regions, device
 
-    def prepare(self, table: Table) -> PreparedRead:
+    @property
+    def digests_reads(self) -> bool:
+        return self._opened is not None and isinstance(self._opened.path, DevicePath)
+
+    def prepare(self, table: Table, digests: DigestRows | None = None) -> PreparedRead:
         opened = self._opened
         if opened is None:
             raise ConfigError("nothing was opened to read from")
@@ -408,7 +428,11 @@ class DirectReader(DirectTarget):
         sizes = {region: size for region, (_, size) in opened.regions.items()}
         check_sources(rows, [(ptr, sizes[region]) for region, ptr in opened.addresses.items()])
         check_targets(rows, [(r.ptr, r.num_bytes) for r in opened.local])
-        return PreparedRead(rows, table_bytes(rows), (opened, opened.path.prepare(rows)))
+        if isinstance(opened.path, DevicePath):
+            work = opened.path.prepare(rows, digests)
+        else:
+            work = opened.path.prepare(rows)
+        return PreparedRead(rows, table_bytes(rows), (opened, work))
 
     def read(self, prepared: PreparedRead, deadline: Deadline) -> None:
         reach("direct.read")
@@ -424,7 +448,7 @@ class DirectReader(DirectTarget):
             raise
         if isinstance(opened.path, DevicePath):
             deadline.check()
-            prepared.device_s = opened.path.copy(work)
+            prepared.digests, prepared.device_s = opened.path.copy(work)
         else:
             path = opened.path
             run_stoppable(
