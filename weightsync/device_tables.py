@@ -227,22 +227,21 @@ class _HostCopy(SegmentCopy):
         native.copy_segments(self._rows, num_threads=num_threads)
 
 
-class CudaCopy(SegmentCopy):
-    """One launch a run; cannot be stopped, and need not: it is short."""
+class _Launched:
+    """A table on a device whose runs are timed."""
 
-    def __init__(self, rows: Table, device: str) -> None:
+    _table: Any
+
+    def __init__(self, device: str) -> None:
         self._index = cuda_index(device)
         self._device = device
         with cuda_errors(device):
             self._stream = stream_of(self._index)
-            self._table = native.SegmentTableCuda(rows, self._index)
             self._timer = StreamTimer(self._index)
 
-    def run(self, num_threads: int = 1) -> None:
-        with cuda_errors(self._device):
-            with self._timer:
-                self._table.launch(self._stream)
-            native.extension.cuda_wait_stream(self._stream, self._index)
+    def _launch(self) -> None:
+        with self._timer:
+            self._table.launch(self._stream)
 
     @property
     def device_s(self) -> float:
@@ -256,38 +255,38 @@ class CudaCopy(SegmentCopy):
             self._table.close()
 
 
-class CudaCopyDigest:
+class CudaCopy(_Launched, SegmentCopy):
+    """One launch a run; cannot be stopped, and need not: it is short."""
+
+    def __init__(self, rows: Table, device: str) -> None:
+        super().__init__(device)
+        with cuda_errors(device):
+            self._table = native.SegmentTableCuda(rows, self._index)
+
+    def run(self, num_threads: int = 1) -> None:
+        with cuda_errors(self._device):
+            self._launch()
+            native.extension.cuda_wait_stream(self._stream, self._index)
+
+
+class CudaCopyDigest(_Launched):
     """One launch a run that copies and digests what it reads."""
 
     def __init__(self, rows: Table, digests: DigestRows, device: str) -> None:
         """Raises ``ValueError`` if the digest rows are not, row by row, what ``rows`` reads."""
-        self._index = cuda_index(device)
-        self._device = device
+        super().__init__(device)
         with cuda_errors(device):
-            self._stream = stream_of(self._index)
             self._table = native.CopyDigestTableCuda(
                 rows, digests.rows, self._index,
                 owners=digests.owners, num_owners=digests.num_owners,
             )  # fmt: skip
-            self._timer = StreamTimer(self._index)
 
     def run(self) -> npt.NDArray[np.uint64]:
         """The digest of each owner."""
         with cuda_errors(self._device):
-            with self._timer:
-                self._table.launch(self._stream)
-            return self._table.result()
-
-    @property
-    def device_s(self) -> float:
-        """Seconds of the device in the last run."""
-        with cuda_errors(self._device):
-            return self._timer.seconds()
-
-    def close(self) -> None:
-        """Free the table. Idempotent."""
-        with cuda_errors(self._device):
-            self._table.close()
+            self._launch()
+            found: npt.NDArray[np.uint64] = self._table.result()
+        return found
 
 
 def segment_copy(rows: Table, device: str) -> SegmentCopy:

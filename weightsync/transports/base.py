@@ -168,9 +168,9 @@ class PreparedRead:
     table: Table
     num_bytes: int
     state: Any = field(default=None, repr=False)  # of the transport
-    device_s: float | None = None  # of the last read, by a device's own clock where one copied
     #: Of the last read, uint64 [num_owners]; None: it takes none.
     digests: npt.NDArray[np.uint64] | None = None
+    device_s: float | None = None  # of the last read, by a device's own clock where one copied
 
 
 class DirectTarget(ABC):

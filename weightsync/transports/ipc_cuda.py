@@ -17,9 +17,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
-import numpy as np
-import numpy.typing as npt
-
 from weightsync import native
 from weightsync.device_tables import (
     CudaCopy,
@@ -48,7 +45,7 @@ from weightsync.transports.cuda_allocations import (
 )
 from weightsync.transports.cuda_pieces import PieceBoard, release_handles, send_pieces
 from weightsync.transports.link import Link
-from weightsync.transports.published import DevicePath, DeviceSource, Span
+from weightsync.transports.published import DeviceCopied, DevicePath, DeviceSource, Span
 from weightsync.types import RegionAddress
 
 _LOG = logging.getLogger(__name__)
@@ -113,6 +110,15 @@ class CudaSource(DeviceSource):
             return False
 
 
+def _copy_of(rows: Table, digests: DigestRows | None, device: str) -> CudaCopy | CudaCopyDigest:
+    if digests is not None and len(digests.rows) == len(rows):
+        try:
+            return CudaCopyDigest(rows, digests, device)
+        except ValueError:
+            _LOG.debug("digests are taken apart: some tensor is not dense on both sides")
+    return CudaCopy(rows, device)
+
+
 @contextmanager
 def _sharing() -> Iterator[None]:
     """Around exporting and opening: what CUDA refuses then has causes of its own."""
@@ -122,15 +128,6 @@ def _sharing() -> Iterator[None]:
         if error.error_name == "cudaErrorMemoryAllocation":
             raise CapacityError(f"no room to map the trainer's memory: {error}") from error
         raise UnavailableError(_REFUSED.format(error=error)) from error
-
-
-def _copy_of(rows: Table, digests: DigestRows | None, device: str) -> CudaCopy | CudaCopyDigest:
-    if digests is not None and len(digests.rows) == len(rows):
-        try:
-            return CudaCopyDigest(rows, digests, device)
-        except ValueError:
-            _LOG.debug("digests are taken apart: some tensor is not dense on both sides")
-    return CudaCopy(rows, device)
 
 
 def _look_up(ptr: int, index: int) -> tuple[int, int, int, int]:
@@ -232,21 +229,15 @@ class CudaPath(DevicePath):
         self._copies.add(copy)
         return copy
 
-    def copy(
-        self, prepared: CudaCopy | CudaCopyDigest
-    ) -> tuple[npt.NDArray[np.uint64] | None, float]:
+    def copy(self, prepared: CudaCopy | CudaCopyDigest) -> DeviceCopied:
         with self._lock:
             if self._is_closed:
                 raise PeerLostError("this end was closed")
             try:
-                digests = None
-                if isinstance(prepared, CudaCopyDigest):
-                    digests = prepared.run()
-                else:
-                    prepared.run()
+                digests = prepared.run()
             except ValueError as error:  # made for what is no longer mapped
                 raise TransportError(str(error)) from error
-            return digests, prepared.device_s
+            return DeviceCopied(prepared.device_s, digests)
 
     def _drop_copies(self) -> None:
         for copy in list(self._copies):

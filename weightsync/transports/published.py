@@ -107,9 +107,12 @@ class Publisher(DirectSource):
         reach("direct.publish")
         wanted = tuple(regions)
         device = None
-        if self._device_source is not None and any(r.device != "cpu" for r in wanted):
+        is_same = wanted == self._regions
+        if self._device_source is not None and (
+            self._device is not None if is_same else any(r.device != "cpu" for r in wanted)
+        ):
             device = self._device_source.describe(wanted)
-        if wanted != self._regions or device != self._device:
+        if not is_same or device is not self._device:
             _check_regions(wanted, is_host=device is None)
             self._epoch += 1
             self._regions, self._device = None, None  # should it not be announced
@@ -260,6 +263,14 @@ class ReadPath(ABC):
         """Unmap everything; a copy that runs keeps what it reads."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceCopied:
+    """What a copy on a device leaves."""
+
+    device_s: float  # the device's own seconds
+    digests: npt.NDArray[np.uint64] | None = None  # of what was read, if they were wanted
+
+
 class DevicePath(ABC):
     """A way to the memory of a device."""
 
@@ -283,9 +294,8 @@ class DevicePath(ABC):
         """What ``copy`` needs of a checked table, worked out once."""
 
     @abstractmethod
-    def copy(self, prepared: Any) -> tuple[npt.NDArray[np.uint64] | None, float]:
-        """Copy everything; cannot be stopped, and need not: it is short. Returns digests, if they
-        were taken, and the device's own seconds."""
+    def copy(self, prepared: Any) -> DeviceCopied:
+        """Copy everything; cannot be stopped, and need not: it is short."""
 
     @abstractmethod
     def release(self) -> None:
@@ -448,7 +458,8 @@ class DirectReader(DirectTarget):
             raise
         if isinstance(opened.path, DevicePath):
             deadline.check()
-            prepared.digests, prepared.device_s = opened.path.copy(work)
+            copied = opened.path.copy(work)
+            prepared.device_s, prepared.digests = copied.device_s, copied.digests
         else:
             path = opened.path
             run_stoppable(
