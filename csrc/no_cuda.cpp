@@ -49,6 +49,7 @@ void CudaCopyDigestTable::close() {}
 std::uint64_t cuda_malloc(std::uint64_t, int device) { fail("cuda_malloc", device); }
 void cuda_free(std::uint64_t, int device) { fail("cuda_free", device); }
 std::uint64_t cuda_free_bytes(int device) { fail("cuda_free_bytes", device); }
+int cuda_current_device() { fail("cuda_current_device", 0); }
 std::string cuda_device_uuid(int device) { fail("cuda_device_uuid", device); }
 CudaAllocation cuda_allocation(std::uint64_t, int device) { fail("cuda_allocation", device); }
 std::string cuda_export(std::uint64_t, int device) { fail("cuda_export", device); }

@@ -18,18 +18,15 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from weightsync import native
 from weightsync.binding import (
     Coverage,
     Spot,
     StagingPlan,
-    Table,
     decode_entries,
     direct_table,
     landed_parts,
     place_table,
     plan_staging,
-    rebased,
     slot_spots,
     unpack_table,
 )
@@ -42,6 +39,7 @@ from weightsync.device_tables import (
     bytes_at,
     device_of,
     private_memory,
+    read_bytes,
     segment_copy,
 )
 from weightsync.digest import DigestTable
@@ -52,7 +50,6 @@ from weightsync.errors import (
     PeerLostError,
     ProtocolError,
     SessionError,
-    UnavailableError,
     WeightSyncError,
 )
 from weightsync.faults import reach
@@ -168,7 +165,9 @@ class RankWork:
         self._fingerprint = dict(adapter.fingerprint())
         self._staging: dict[Placement, tuple[StagingPlan, Memory | None]] = {}
         self._reads: Kept[tuple[str, str, Placement], PreparedRead] = Kept()
-        self._unpacks: Kept[tuple[str, bytes, int, Placement], tuple[list[Any], Table]] = Kept(1024)
+        self._unpacks: Kept[tuple[str, bytes, int, Placement], tuple[list[Any], SegmentCopy]] = (
+            Kept(1024)
+        )
         self._digests: Kept[tuple[Any, ...], DigestTable] = Kept(8)
         self._places: Kept[tuple[Any, ...], tuple[SegmentCopy, SegmentCopy]] = Kept(8)
         self.plans: dict[str, RefitPlan] = {}
@@ -177,6 +176,11 @@ class RankWork:
         self.endpoint: TargetEndpoint | None = None
         self._open: _Open | None = None
         self.stats = SessionStats()
+
+    @property
+    def device(self) -> str:
+        """Where the engine's tensors lie."""
+        return self._device
 
     # --- set-up, between sessions -----------------------------------------------------------------
 
@@ -331,9 +335,7 @@ class RankWork:
             raise PeerLostError("the transport of this run is not attached; connect again")
         if not any(t.target_rank == self._rank for t in plan.transfers):
             return  # nobody fills a slot for this rank
-        if self._device != CPU:
-            raise UnavailableError(f"a stream cannot land on {self._device}: it moves host memory")
-        stream = self.endpoint.stream(deadline)
+        stream = self.endpoint.stream(deadline, self._device)
         stream.begin_move(opened.spec.session_id)
         while True:
             header, slot = stream.receive(deadline)
@@ -341,19 +343,23 @@ class RankWork:
                 stream.release(slot)
                 continue
             start_s = time.perf_counter()
-            blob = ctypes.string_at(slot.ptr + header.metadata_offset_bytes, header.metadata_bytes)
+            words_ptr = slot.ptr + header.metadata_offset_bytes
+            blob = read_bytes(words_ptr, header.metadata_bytes, self._device)
             # With the size: words that fit one slot may point outside another.
             key = (plan.digest, blob, header.data_bytes, opened.spec.placement)
 
-            def make(blob: bytes = blob, data: int = header.data_bytes) -> tuple[list[Any], Table]:
+            def make(
+                blob: bytes = blob, data: int = header.data_bytes
+            ) -> tuple[list[Any], SegmentCopy]:
                 cuts = decode_entries(blob, plan, data)
-                return cuts, unpack_table(plan, cuts, opened.landing)
+                rows = unpack_table(plan, cuts, opened.landing)
+                return cuts, segment_copy(rows, self._device)
 
-            cuts, rows = self._unpacks.get(key, make)
+            cuts, unpack = self._unpacks.get(key, make)
             for cut in cuts:
                 opened.coverage.arrived(job.move_id, plan, cut)
             self._touch(opened)
-            self._copy(rebased(rows, source=slot.ptr), deadline)
+            self._copy(unpack, slot.ptr, deadline)
             stream.release(slot)
             spent_s = time.perf_counter() - start_s
             opened.stats.buckets.append((header.data_bytes, len(cuts), spent_s))
@@ -361,11 +367,10 @@ class RankWork:
             if header.is_last:
                 return
 
-    def _copy(self, rows: Table, deadline: Deadline) -> None:
+    def _copy(self, unpack: SegmentCopy, slot_ptr: int, deadline: Deadline) -> None:
         cancel = None if deadline.token is None else deadline.token.native_flag
-        wanted = int(np.prod(rows[:, [2, 4, 7, 10]], axis=1).sum())
-        done = native.copy_segments(rows, num_threads=self._threads, cancel=cancel)
-        if done != wanted:
+        done = unpack.run(self._threads, source_base=slot_ptr, cancel=cancel)
+        if done != unpack.num_bytes:
             deadline.check()
             raise CancelledError("a copy was given up")
 

@@ -11,6 +11,7 @@ void bind_cuda_memory(py::module_& module) {
     module.def("cuda_malloc", &cuda_malloc, py::arg("num_bytes"), py::arg("device"), released());
     module.def("cuda_free", &cuda_free, py::arg("ptr"), py::arg("device"), released());
     module.def("cuda_free_bytes", &cuda_free_bytes, py::arg("device"), released());
+    module.def("cuda_current_device", &cuda_current_device);
     module.def(
         "cuda_device_uuid", [](int device) { return py::bytes(cuda_device_uuid(device)); },
         py::arg("device"));

@@ -65,6 +65,12 @@ std::uint64_t cuda_free_bytes(int device) {
     return free_bytes;
 }
 
+int cuda_current_device() {
+    int device = 0;
+    check(cudaGetDevice(&device), "cudaGetDevice", 0);
+    return device;
+}
+
 std::string cuda_device_uuid(int device) {
     cudaDeviceProp properties{};
     check(cudaGetDeviceProperties(&properties, checked_device(device)), "cudaGetDeviceProperties",

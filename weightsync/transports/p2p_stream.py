@@ -23,11 +23,13 @@ from typing import Any, Final
 import numpy as np
 
 from weightsync.deadline import CancelToken, Deadline
+from weightsync.device_tables import CPU, DeviceMemory, Memory
 from weightsync.errors import (
     CancelledError,
     DeadlineError,
     PeerLostError,
     ProtocolError,
+    UnavailableError,
     WeightSyncError,
 )
 from weightsync.memory import HostMemory
@@ -43,7 +45,7 @@ from weightsync.transports.ring import ring_bytes, stride_bytes
 
 RING_KIND: Final = "ring"
 _RING_FIELDS: Final = {
-    "kind": str, "num_slots": int, "slot_bytes": int, "ptr": int, "agent": str,
+    "kind": str, "num_slots": int, "slot_bytes": int, "ptr": int, "device": str, "agent": str,
 }  # fmt: skip
 #: A read belongs to no caller's wait, so only close, a lost peer or a caller that gave up end it.
 _READ_LIMIT_S: Final = 24 * 3600.0
@@ -54,33 +56,46 @@ _MAX_KEPT: Final = 128
 _MAX_GAP_BYTES: Final = 16 * 1024
 
 
-def ring_frame(options: RingOptions, memory: HostMemory, agent: Agent) -> dict[str, Any]:
+def ring_frame(options: RingOptions, memory: Memory, agent: Agent) -> dict[str, Any]:
     """How a source announces its ring."""
     return {
         "kind": RING_KIND,
         "num_slots": options.num_slots,
         "slot_bytes": options.slot_bytes,
         "ptr": memory.ptr,
+        "device": options.device,
         "agent": base64.b64encode(agent.metadata()).decode(),
     }
 
 
 class LandingRing:
-    """A remote ring and the local slots of the same shape."""
+    """A remote ring and the local slots of the same shape, on a device of the same kind."""
 
-    def __init__(self, agent: Agent, message: Mapping[str, Any]) -> None:
+    def __init__(self, agent: Agent, message: Mapping[str, Any], device: str) -> None:
         fields = check_fields(message, _RING_FIELDS, "frame 'ring'")
-        self.options = RingOptions(fields["num_slots"], fields["slot_bytes"])
+        self.options = RingOptions(fields["num_slots"], fields["slot_bytes"], device)
         num_bytes = ring_bytes(self.options)
         self._agent = agent
         self._source_ptr: int = fields["ptr"]
-        self.memory = HostMemory.anonymous(num_bytes)
-        self._pin = self.memory.pin()  # reads land here until the agent is quiet
-        agent.register([Span(self.memory.ptr, num_bytes, "cpu")])
-        agent.load_peer(
-            unpack_bytes(fields["agent"], "frame 'ring', 'agent'"),
-            [Span(self._source_ptr, num_bytes, "cpu")],
+        self._source_device: str = fields["device"]
+        if (self._source_device == CPU) != (device == CPU):
+            raise UnavailableError(
+                f"the trainer streams from {self._source_device}, the engine's tensors lie on "
+                f"{device}: p2p reads from host to host or from CUDA device to CUDA device"
+            )
+        self.memory: Memory = (
+            HostMemory.anonymous(num_bytes) if device == CPU else DeviceMemory(num_bytes, device)
         )
+        self._pin = self.memory.pin()  # reads land here until the agent is quiet
+        try:
+            agent.register([Span(self.memory.ptr, num_bytes, device)])
+            agent.load_peer(
+                unpack_bytes(fields["agent"], "frame 'ring', 'agent'"),
+                [Span(self._source_ptr, num_bytes, self._source_device)],
+            )
+        except BaseException:
+            self.close()
+            raise
         self._prepared: dict[tuple[Any, ...], Transfer] = {}
 
     def transfer(self, index: int, header: SlotHeader) -> Transfer | None:
@@ -96,7 +111,9 @@ class LandingRing:
             rows = np.array(runs, dtype=np.int64)
             at = start + rows[:, 0]
             reads = Reads(self._source_ptr + at, self.memory.ptr + at, rows[:, 1])
-            self._prepared[key] = self._agent.prepare(reads, "cpu", "cpu")
+            self._prepared[key] = self._agent.prepare(
+                reads, self._source_device, self.options.device
+            )
         return self._prepared[key]
 
     def close(self) -> None:

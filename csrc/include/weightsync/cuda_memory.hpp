@@ -22,6 +22,9 @@ void cuda_free(std::uint64_t ptr, int device);
 // Bytes that are free on the device now.
 std::uint64_t cuda_free_bytes(int device);
 
+// The device that is current for this thread, as frameworks set it.
+int cuda_current_device();
+
 // 16 bytes that name the physical device, whatever its number in this process.
 std::string cuda_device_uuid(int device);
 

@@ -1,0 +1,167 @@
+"""A ring in memory of a CUDA device that both ends of ``ipc`` can address.
+
+The trainer allocates it with cudaMalloc, outside every framework's cache, and exports it once by a
+legacy IPC handle; the engine maps it and unpacks straight out of it. What the trainer frees while an
+engine still maps it is free when the engine lets go.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Mapping
+from typing import Any, Final
+
+from weightsync import native
+from weightsync.device_tables import CPU, DeviceMemory, Memory, Pin, cuda_errors, cuda_index
+from weightsync.errors import ProtocolError, UnavailableError
+from weightsync.transports.base import RingOptions
+from weightsync.transports.ipc_cuda import uuid_of
+from weightsync.transports.link import check_fields
+from weightsync.transports.ring import ring_bytes
+
+_LOG = logging.getLogger(__name__)
+
+CUDA_RING_KIND: Final = "cuda_ring"
+_RING_FIELDS: Final = {
+    "kind": str, "num_slots": int, "slot_bytes": int, "uuid": str, "handle": str, "ptr": int,
+}  # fmt: skip
+_HANDLE_BYTES: Final = 64
+
+#: Rings of this process by address, for a target in the same process, which must not map them.
+_own: weakref.WeakValueDictionary[int, DeviceMemory] = weakref.WeakValueDictionary()
+_own_lock = threading.Lock()
+
+
+def make_ring(options: RingOptions) -> tuple[DeviceMemory, dict[str, Any]]:
+    """The trainer's memory, and the frame that tells of it. Raises :class:`CapacityError`."""
+    index = cuda_index(options.device)
+    memory = DeviceMemory(ring_bytes(options), options.device)
+    try:
+        with cuda_errors(f"the ring on {options.device}"):
+            handle = native.extension.cuda_export(memory.ptr, index)
+        frame = {
+            "kind": CUDA_RING_KIND,
+            "num_slots": options.num_slots,
+            "slot_bytes": options.slot_bytes,
+            "uuid": uuid_of(index),
+            "handle": handle.hex(),
+            "ptr": memory.ptr,
+        }
+    except BaseException:
+        memory.close()
+        raise
+    with _own_lock:
+        _own[memory.ptr] = memory
+    return memory, frame
+
+
+def open_ring(
+    message: Mapping[str, Any], device: str, *, is_own_process: bool
+) -> tuple[Memory, RingOptions]:
+    """The engine's view of the trainer's ring.
+
+    Raises :class:`ProtocolError` for a frame that cannot be, :class:`UnavailableError` where the
+    ring lies on another GPU than ``device``.
+    """
+    fields = check_fields(message, _RING_FIELDS, "frame 'cuda_ring'")
+    if device == CPU:
+        raise UnavailableError(
+            "the trainer streams from a CUDA device, the engine's tensors lie on the host: hold "
+            "both on one device"
+        )
+    index = cuda_index(device)
+    if (own := uuid_of(index)) != fields["uuid"]:
+        raise UnavailableError(
+            f"ipc: the trainer's ring lies on the GPU with UUID {fields['uuid']}, the engine's "
+            f"tensors on {device} with UUID {own}; ipc moves within one GPU only"
+        )
+    options = RingOptions(fields["num_slots"], fields["slot_bytes"], device)
+    num_bytes = ring_bytes(options)
+    if is_own_process:
+        with _own_lock:
+            memory = _own.get(fields["ptr"])
+        if memory is None or memory.num_bytes != num_bytes:
+            raise ProtocolError("frame 'cuda_ring': this process has no such ring")
+        return BorrowedMemory(memory), options
+    return MappedMemory(_handle(fields["handle"]), num_bytes, device), options
+
+
+def _handle(text: str) -> bytes:
+    try:
+        handle = bytes.fromhex(text)
+    except ValueError:
+        handle = b""
+    if len(handle) != _HANDLE_BYTES:
+        raise ProtocolError(
+            f"frame 'cuda_ring': field 'handle' must be {_HANDLE_BYTES} bytes in hexadecimal"
+        )
+    return handle
+
+
+class BorrowedMemory:
+    """Memory that somebody else in this process closes."""
+
+    def __init__(self, memory: DeviceMemory) -> None:
+        self._memory = memory
+        self.ptr, self.num_bytes = memory.ptr, memory.num_bytes
+
+    def pin(self) -> Pin:
+        return self._memory.pin()
+
+    def close(self) -> None:
+        """Its owner does."""
+
+
+class _Mapping:
+    """What is unmapped with its last reference."""
+
+    def __init__(self, ptr: int, index: int) -> None:
+        self._unmap = weakref.finalize(self, _unmap, ptr, index)
+        self._unmap.atexit = False  # the process takes it along
+
+
+def _unmap(ptr: int, index: int) -> None:
+    try:
+        native.extension.cuda_unmap(ptr, index)
+    except native.CudaError:  # of an earlier kernel: the device is of no use any more
+        _LOG.exception("the trainer's ring was not unmapped")
+
+
+class _MappingPin:
+    def __init__(self, mapping: _Mapping) -> None:
+        self._mapping: _Mapping | None = mapping
+
+    def release(self) -> None:
+        self._mapping = None
+
+
+class MappedMemory:
+    """Memory of another process; unmapped by ``close``, or with the last pin after it."""
+
+    def __init__(self, handle: bytes, num_bytes: int, device: str) -> None:
+        index = cuda_index(device)
+        with cuda_errors(f"the trainer's ring on {device}"):
+            self.ptr = native.extension.cuda_map(handle, index)
+        self.num_bytes = num_bytes
+        self._mapping: _Mapping | None = _Mapping(self.ptr, index)
+        self._check_size(index, device)
+
+    def _check_size(self, index: int, device: str) -> None:
+        """What was announced must lie within what was mapped: an unpack reads all of a slot."""
+        with cuda_errors(f"the trainer's ring on {device}"):
+            base, num_bytes, *_ = native.extension.cuda_allocation(self.ptr, index)
+        if base + num_bytes < self.ptr + self.num_bytes:
+            self.close()
+            raise ProtocolError(
+                f"frame 'cuda_ring': a ring of {self.num_bytes} B in an allocation of {num_bytes} B"
+            )
+
+    def pin(self) -> Pin:
+        if self._mapping is None:
+            raise ValueError("the trainer's ring was unmapped")
+        return _MappingPin(self._mapping)
+
+    def close(self) -> None:
+        self._mapping = None

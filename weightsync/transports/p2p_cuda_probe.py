@@ -1,0 +1,162 @@
+"""Whether p2p reads between CUDA devices take the fast way: found out with memory of the devices.
+
+UCX copies through the host, a thousand times slower and without a word, where its CUDA modules are
+missing or switched off, and where it takes device memory for host memory. So known bytes are written
+to the trainer's device, read by NIXL into memory of the engine's device, and compared.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import numpy as np
+
+from weightsync import config
+from weightsync.deadline import Deadline
+from weightsync.device_tables import DeviceMemory, bytes_at, write_bytes
+from weightsync.errors import ProtocolError, UnavailableError, WeightSyncError
+from weightsync.transports.base import Availability
+from weightsync.transports.link import check_fields
+from weightsync.transports.nixl_agent import Agent
+from weightsync.transports.nixl_binding import Span
+from weightsync.transports.nixl_reads import Reads
+
+#: The fast way needs some of its time to begin; the slow one takes 0.1 s for this.
+PROBE_BYTES: Final = 64 * 2**20
+_PATTERN_BYTES: Final = 2**20
+_ROUNDS: Final = 6
+_LIMIT_S: Final = 0.5
+#: Within one host: NVLink and one GPU make 200 GB/s and more, PCIe 5 some 40, PCIe 4 some 20; through
+#: the host it is 0.5.
+_FLOOR_BYTES_PER_S: Final = 8e9
+
+_FIELDS: Final = {"ptr": int, "device": str}
+
+
+def cuda_pattern(endpoint: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Known bytes, different for each endpoint, repeated all over the probed memory."""
+    words = np.arange(_PATTERN_BYTES // 8, dtype=np.uint64) * np.uint64(0xD1B54A32D192ED03)
+    return (words ^ np.uint64(int(endpoint, 16))).view(np.uint8)
+
+
+class CudaProbeSource:
+    """The trainer's known bytes."""
+
+    def __init__(self, agent: Agent, endpoint: str, device: str) -> None:
+        self._memory = DeviceMemory(PROBE_BYTES, device)
+        self._device = device
+        try:
+            block = cuda_pattern(endpoint).tobytes()
+            for at in range(0, PROBE_BYTES, _PATTERN_BYTES):
+                write_bytes(self._memory.ptr + at, block, device)
+            agent.register([Span(self._memory.ptr, PROBE_BYTES, device)])
+        except BaseException:
+            self._memory.close()
+            raise
+
+    def to_json(self) -> dict[str, Any]:
+        """For the descriptor."""
+        return {"ptr": self._memory.ptr, "device": self._device}
+
+    def close(self) -> None:
+        """After the agent."""
+        self._memory.close()
+
+
+class CudaProbe:
+    """A prepared read of them."""
+
+    def __init__(
+        self, agent: Agent, endpoint: str, about: Mapping[str, Any], device: str, *, one_host: bool
+    ) -> None:
+        fields = check_fields(about, _FIELDS, "p2p descriptor, 'cuda'")
+        if fields["device"].partition(":")[0] != "cuda":
+            raise ProtocolError(f"p2p descriptor, 'cuda': device {fields['device'][:40]!r}")
+        self._agent = agent
+        self._source = Span(fields["ptr"], PROBE_BYTES, fields["device"])
+        self._device = device
+        self._is_one_host = one_host
+        self._pattern = cuda_pattern(endpoint)
+        self._memory = DeviceMemory(PROBE_BYTES, device)
+        self.rate_bytes_per_s = 0.0
+
+    @property
+    def source_span(self) -> Span:
+        return self._source
+
+    def prepare(self) -> None:
+        """Once the agent knows the peer."""
+        self._agent.register([Span(self._memory.ptr, PROBE_BYTES, self._device)])
+        row = [np.array([n]) for n in (self._source.ptr, self._memory.ptr, PROBE_BYTES)]
+        self._transfer = self._agent.prepare(Reads(*row), self._source.device, self._device)
+
+    def run(self, deadline: Deadline, lost: Callable[[], str | None]) -> Availability:
+        """Read once, which also opens the path, compare, and then several times for the rate."""
+        try:
+            write_bytes(self._memory.ptr, bytes(PROBE_BYTES), self._device)
+            self._agent.read(self._transfer, deadline, lost)
+        except WeightSyncError as error:
+            raise UnavailableError(
+                f"p2p cannot read memory of a CUDA device: {error}. {_remedy()}"
+            ) from error
+        found = bytes_at(self._memory.ptr, PROBE_BYTES, self._device)
+        if not (found.reshape(-1, _PATTERN_BYTES) == self._pattern).all():
+            return Availability(
+                False, "a p2p read of known bytes of a CUDA device brought others", _remedy()
+            )
+        best_s, spent_s = float("inf"), 0.0
+        for _ in range(_ROUNDS):
+            start_s = time.perf_counter()
+            self._agent.read(self._transfer, deadline, lost)
+            took_s = time.perf_counter() - start_s
+            best_s, spent_s = min(best_s, took_s), spent_s + took_s
+            if spent_s > _LIMIT_S:
+                break
+        self.rate_bytes_per_s = PROBE_BYTES / best_s
+        return judge(self.rate_bytes_per_s, is_one_host=self._is_one_host)
+
+    @property
+    def path(self) -> str:
+        rate = f"{self.rate_bytes_per_s / 1e9:.1f} GB/s"
+        if not self._is_one_host:
+            return f"ucx (network, device memory, {rate})"
+        way = "cuda_ipc" if self.rate_bytes_per_s >= _FLOOR_BYTES_PER_S else "through the host"
+        return f"ucx (device memory, {way}, {rate})"
+
+    def close(self) -> None:
+        """After the agent."""
+        self._memory.close()
+
+
+def judge(rate_bytes_per_s: float, *, is_one_host: bool) -> Availability:
+    """What a measured rate means."""
+    if rate_bytes_per_s >= _FLOOR_BYTES_PER_S or not is_one_host:
+        return Availability(True)
+    return Availability(
+        True,
+        f"p2p reads between CUDA devices of one machine run at {rate_bytes_per_s / 1e9:.2f} GB/s, "
+        f"below {_FLOOR_BYTES_PER_S / 1e9:.0f}: UCX copies through the host instead of cuda_ipc",
+        _remedy(),
+        is_slow=True,
+    )
+
+
+def _remedy() -> str:
+    """The settings that cure it, those first that are known to be wrong here."""
+    found = []
+    tls = config.library_setting("UCX_TLS")
+    if tls is not None and tls != "all" and not {"cuda", "cuda_ipc"} & set(tls.split(",")):
+        found.append(f"UCX_TLS={tls} lacks 'cuda_ipc' and 'cuda_copy' (keep 'tcp' in it)")
+    zcopy = config.library_setting("UCX_CUDA_IPC_ENABLE_GET_ZCOPY")
+    if zcopy not in ("y", "yes", "on", "1"):
+        found.append(f"UCX_CUDA_IPC_ENABLE_GET_ZCOPY is {zcopy}, it must be y")
+    if found:
+        return "In this process " + "; ".join(found) + ". The same holds for the trainer"
+    return (
+        "In both processes, before they start: UCX_CUDA_IPC_ENABLE_GET_ZCOPY=y; 'cuda_copy', "
+        "'cuda_ipc' and 'tcp' in UCX_TLS, if it is set; UCX_MODULE_DIR=<the folder of "
+        "libuct_cuda.so>, if UCX does not find it; and no container between them that hides one "
+        "process from the other"
+    )
