@@ -72,6 +72,6 @@ class OnCuda:
         return CudaBytes(ptr, num_bytes)
 
     # A read on a device is over before anything could stop it, and is not stopped.
-    test_a_read_ends_at_its_deadline = None
-    test_a_read_can_be_cancelled = None
-    test_close_ends_a_read = None
+    test_a_read_ends_at_its_deadline: Any = None
+    test_a_read_can_be_cancelled: Any = None
+    test_close_ends_a_read: Any = None

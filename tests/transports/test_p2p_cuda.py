@@ -12,7 +12,7 @@ import pytest
 from transports.conformance import FullContract
 from transports.cuda_memory import OnCuda
 from transports.cuda_updates import CudaGenerators, CudaUpdates
-from transports.test_ipc_cuda import assert_holds, engine, far_trainer, fill, make_module
+from transports.test_ipc_cuda import FakeCuda, assert_holds, engine, far_trainer, fill, make_module
 from weightsync import native
 from weightsync.errors import ProtocolError, SlowPathError, UnavailableError
 from weightsync.sender import Sender
@@ -133,6 +133,24 @@ def test_memory_that_ucx_cannot_export() -> None:
         p2p_cuda.check_exportable([Allocation(Span(4096, 10, "cuda:0"), 1, False)])
 
 
+def test_what_is_kept_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda(monkeypatch)
+    kept = p2p_cuda.KeptMappings("cuda:1")
+    one, two, three = (f"{n:02x}" * 64 for n in range(3))
+    kept.replace([one, two])
+    where = {handle.hex(): ptr for ptr, handle in cuda.mapped.items()}
+    kept.replace([two, three])
+    assert {handle.hex() for handle in cuda.mapped.values()} == {two, three}
+    assert where[two] in cuda.mapped
+    kept.replace([])
+    assert not cuda.mapped
+    kept.replace([one])
+    kept.close()
+    kept.close()
+    kept.replace([one])
+    assert not cuda.mapped
+
+
 def test_what_a_rate_means(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "y")
     monkeypatch.delenv("UCX_TLS", raising=False)
@@ -155,6 +173,10 @@ def test_patterns_differ() -> None:
 def test_a_descriptor_without_known_bytes_of_a_device() -> None:
     from weightsync.transports.p2p_cuda_probe import CudaProbe
 
-    for bad in ({"ptr": 1}, {"ptr": 1, "device": "cpu"}, {"ptr": -1, "device": "cuda:0"}):
+    good = {"ptr": 4096, "device": "cuda:0", "handle": "0c" * 64}
+    changes: list[dict[str, Any]] = [
+        {"ptr": -1}, {"device": "cpu"}, {"handle": "0c" * 63}, {"surplus": 1},
+    ]  # fmt: skip
+    for bad in ({**good, **change} for change in changes):
         with pytest.raises(ProtocolError, match="'cuda'"):
             CudaProbe(None, "ab", bad, "cuda:0", one_host=True)  # type: ignore[arg-type]

@@ -29,6 +29,9 @@ _ENVIRONMENT: Final = {
     "UCX_LOG_LEVEL": "fatal",
     # Without it UCX reads device memory of its own GPU through the host, 2000 times slower.
     "UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "y",
+    # UCX would keep what it mapped of a trainer until this process ends: the memory of a trainer that
+    # is gone would not be free. What is read again and again is kept mapped by us (p2p_cuda.py).
+    "UCX_CUDA_IPC_CACHE": "n",
 }
 
 

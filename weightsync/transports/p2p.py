@@ -47,6 +47,7 @@ from weightsync.transports.channel import Channel, Listener, connect
 from weightsync.transports.link import Inbox, check_fields
 from weightsync.transports.nixl_agent import Agent
 from weightsync.transports.nixl_binding import NIXL_MODULES, Span
+from weightsync.transports.p2p_cuda import KeptMappings
 from weightsync.transports.p2p_cuda_probe import CudaProbe, CudaProbeSource
 from weightsync.transports.p2p_direct import P2pDirectSource, P2pDirectTarget, unpack_bytes
 from weightsync.transports.p2p_probe import PROBE_BYTES, Probe, host_id, probe_pattern
@@ -267,6 +268,8 @@ class P2pTarget(TargetEndpoint):
             if not found.is_usable:
                 raise UnavailableError(f"{found.reason}; {found.remedy}")
             self._cuda_probe: CudaProbe | None = None
+            self._is_mappable = fields["host"] == host_id() and fields["pid"] != os.getpid()
+            self._device = device
             if device != CPU and fields["cuda"]:
                 self._cuda_probe = self._probe_cuda(fields, device, deadline, undo)
             self._channel.send({"kind": "attached"}, deadline=deadline)
@@ -274,7 +277,7 @@ class P2pTarget(TargetEndpoint):
         self._landing = Landing(self._agent, self._channel, self._peer_lost)
         self._inbox = Inbox(self._landing, (RING_KIND, *RING_TARGET_KINDS, *DIRECT_KINDS))
         self._direct = P2pDirectTarget(
-            self._agent, self._endpoint, self._inbox, self._peer_lost, max_bytes
+            self._agent, self._endpoint, self._inbox, self._peer_lost, max_bytes, self._kept()
         )
         if self._cuda_probe is not None:
             self._direct.device_bytes_per_s = self._cuda_probe.rate_bytes_per_s
@@ -286,6 +289,9 @@ class P2pTarget(TargetEndpoint):
         one_host = fields["host"] == host_id()
         probe = CudaProbe(self._agent, self._endpoint, fields["cuda"], device, one_host=one_host)
         undo.callback(probe.close)
+        if (kept := self._kept()) is not None:
+            undo.callback(kept.close)
+            kept.replace([probe.handle])
         self._agent.load_peer(
             unpack_bytes(fields["agent"], "p2p descriptor, 'agent'"), [probe.source_span]
         )
@@ -294,7 +300,13 @@ class P2pTarget(TargetEndpoint):
         if not found.is_usable:
             raise UnavailableError(f"{found.reason}. {found.remedy}")
         self._cuda_found = found
+        if kept is not None:
+            kept.close()
         return probe
+
+    def _kept(self) -> KeptMappings | None:
+        """For memory of a trainer on this machine; its own memory no process maps."""
+        return KeptMappings(self._device) if self._is_mappable and self._device != CPU else None
 
     def _or_lost(self, error: UnavailableError, deadline: Deadline) -> WeightSyncError:
         """The death of the trainer explains more than what failed because of it."""
@@ -304,7 +316,7 @@ class P2pTarget(TargetEndpoint):
     def stream(self, deadline: Deadline, device: str = CPU) -> StreamTarget:
         if self._ring is None:
             message, _ = self._inbox.take((RING_KIND,), deadline)
-            landing_ring = LandingRing(self._agent, message, device)
+            landing_ring = LandingRing(self._agent, message, device, self._kept())
             self._landing_ring = landing_ring
             self._landing.land_in(landing_ring)
             self._ring = RingTarget(self._inbox, landing_ring.memory, landing_ring.options)

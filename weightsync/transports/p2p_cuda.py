@@ -6,14 +6,20 @@ allocated anew is registered anew, and its readers learn of it.
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from weightsync import native
 from weightsync.device_tables import cuda_errors, cuda_index
-from weightsync.errors import UnavailableError
+from weightsync.errors import ProtocolError, UnavailableError
 from weightsync.transports.nixl_binding import Span
 from weightsync.types import RegionAddress
+
+_LOG = logging.getLogger(__name__)
+
+_HANDLE_BYTES: Final = 64
 
 _NOT_EXPORTABLE: Final = (
     "{device}: the memory at {ptr:#x} cannot be read by another process through UCX, as memory of "
@@ -66,6 +72,74 @@ def are_current(allocations: Sequence[Allocation]) -> bool:
         )
     except native.CudaError:
         return False
+
+
+def export_at(ptr: int, device: str) -> str:
+    """The handle of the allocation at an address for :class:`KeptMappings` on the other end."""
+    with cuda_errors(f"memory on {device}"):
+        return native.extension.cuda_export(ptr, cuda_index(device)).hex()
+
+
+def export(allocations: Sequence[Allocation]) -> list[str]:
+    """Likewise of each."""
+    return [export_at(a.span.ptr, a.span.device) for a in allocations]
+
+
+class KeptMappings:
+    """A peer's allocations, mapped for as long as they are read.
+
+    UCX maps what it reads for each read anew, or (with its cache) for ever. While we hold a mapping of
+    our own, its mapping is a count; when we let go, the memory is the trainer's alone again.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._mapped: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    def replace(self, handles: Sequence[str]) -> None:
+        """Map these, unmap all others. What cannot be mapped is read all the same, only slower."""
+        index = cuda_index(self._device)
+        wanted = set(handles)
+        with self._lock:
+            if self._is_closed:
+                return
+            self._unmap([h for h in self._mapped if h not in wanted])
+            for handle in wanted - self._mapped.keys():
+                try:
+                    mapped = native.extension.cuda_map(bytes.fromhex(handle), index)
+                except native.CudaError as error:
+                    _LOG.info("p2p: %s of the trainer is not kept mapped: %s", self._device, error)
+                    return
+                self._mapped[handle] = mapped
+
+    def _unmap(self, handles: Sequence[str]) -> None:
+        index = cuda_index(self._device)
+        for handle in handles:
+            try:
+                native.extension.cuda_unmap(self._mapped.pop(handle), index)
+            except native.CudaError:  # of an earlier kernel: the device is of no use any more
+                _LOG.exception("the trainer's memory was not unmapped")
+
+    def close(self) -> None:
+        """Unmap everything. Idempotent."""
+        with self._lock:
+            self._is_closed = True
+            self._unmap(list(self._mapped))
+
+
+def parse_handles(texts: Sequence[object], what: str) -> list[str]:
+    """Raises :class:`ProtocolError` for what is no list of handles."""
+    for text in texts:
+        try:
+            if not isinstance(text, str) or len(bytes.fromhex(text)) != _HANDLE_BYTES:
+                raise ValueError
+        except ValueError:
+            raise ProtocolError(
+                f"{what}: expected handles of {_HANDLE_BYTES} bytes in hexadecimal"
+            ) from None
+    return [str(text) for text in texts]
 
 
 def check_exportable(allocations: Sequence[Allocation]) -> None:

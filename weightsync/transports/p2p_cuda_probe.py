@@ -22,6 +22,7 @@ from weightsync.transports.link import check_fields
 from weightsync.transports.nixl_agent import Agent
 from weightsync.transports.nixl_binding import Span
 from weightsync.transports.nixl_reads import Reads
+from weightsync.transports.p2p_cuda import export_at, parse_handles
 
 #: The fast way needs some of its time to begin; the slow one takes 0.1 s for this.
 PROBE_BYTES: Final = 64 * 2**20
@@ -32,7 +33,7 @@ _LIMIT_S: Final = 0.5
 #: the host it is 0.5.
 _FLOOR_BYTES_PER_S: Final = 8e9
 
-_FIELDS: Final = {"ptr": int, "device": str}
+_FIELDS: Final = {"ptr": int, "device": str, "handle": str}
 
 
 def cuda_pattern(endpoint: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -52,13 +53,14 @@ class CudaProbeSource:
             for at in range(0, PROBE_BYTES, _PATTERN_BYTES):
                 write_bytes(self._memory.ptr + at, block, device)
             agent.register([Span(self._memory.ptr, PROBE_BYTES, device)])
+            self._handle = export_at(self._memory.ptr, device)
         except BaseException:
             self._memory.close()
             raise
 
     def to_json(self) -> dict[str, Any]:
         """For the descriptor."""
-        return {"ptr": self._memory.ptr, "device": self._device}
+        return {"ptr": self._memory.ptr, "device": self._device, "handle": self._handle}
 
     def close(self) -> None:
         """After the agent."""
@@ -75,6 +77,7 @@ class CudaProbe:
         if fields["device"].partition(":")[0] != "cuda":
             raise ProtocolError(f"p2p descriptor, 'cuda': device {fields['device'][:40]!r}")
         self._agent = agent
+        self.handle = parse_handles([fields["handle"]], "p2p descriptor, 'cuda'")[0]
         self._source = Span(fields["ptr"], PROBE_BYTES, fields["device"])
         self._device = device
         self._is_one_host = one_host

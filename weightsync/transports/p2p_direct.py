@@ -22,9 +22,12 @@ from weightsync.transports.nixl_binding import Span
 from weightsync.transports.nixl_reads import reads_of
 from weightsync.transports.p2p_cuda import (
     Allocation,
+    KeptMappings,
     allocations_of,
     are_current,
     check_exportable,
+    export,
+    parse_handles,
 )
 from weightsync.transports.p2p_device_read import DeviceRead, LandingChunks, limits_for
 from weightsync.transports.p2p_windows import ReadCosts, plan_pieces
@@ -39,7 +42,7 @@ from weightsync.types import PROTOCOL_VERSION, RegionAddress, format_bytes
 
 _DESCRIPTOR_FIELDS: Final = {
     "schema": int, "transport": str, "endpoint": str, "epoch": int, "devices": list,
-    "regions": str, "spans": str, "allocations": str, "agent": str,
+    "regions": str, "spans": str, "allocations": str, "handles": list, "agent": str,
 }  # fmt: skip
 
 
@@ -102,7 +105,7 @@ class Registrations:
     def __init__(self, agent: Agent, max_bytes: int | None) -> None:
         self._agent = agent
         self._max_bytes = max_bytes
-        self._handles: list[Any] = []
+        self._registered: list[Any] = []
         self._allocations: list[Allocation] = []
         self.spans: list[Span] = []
 
@@ -110,6 +113,11 @@ class Registrations:
     def ids(self) -> list[int]:
         """Identities of the allocations, one a span; none on the host."""
         return [allocation.id for allocation in self._allocations]
+
+    @property
+    def handles(self) -> list[str]:
+        """By which another process of this machine maps the allocations."""
+        return export(self._allocations)
 
     def replace(self, regions: Sequence[RegionAddress], device: str = CPU) -> bool:
         """Register these regions of a device instead of the last ones; False if nothing changes."""
@@ -125,7 +133,7 @@ class Registrations:
                 f"{format_bytes(self._max_bytes)} that was set; move through a ring (stream)"
             )
         self.clear()
-        self._handles = self._agent.register(spans) if spans else []
+        self._registered = self._agent.register(spans) if spans else []
         self.spans, self._allocations = spans, allocations
         return True
 
@@ -139,8 +147,8 @@ class Registrations:
         return are_current(self._allocations)
 
     def clear(self) -> None:
-        self._agent.deregister(self._handles)
-        self._handles, self.spans, self._allocations = [], [], []
+        self._agent.deregister(self._registered)
+        self._registered, self.spans, self._allocations = [], [], []
 
 
 class P2pDirectSource(DirectSource):
@@ -203,6 +211,7 @@ class P2pDirectSource(DirectSource):
             "regions": pack([(r.region, r.ptr, r.num_bytes, code[r.device]) for r in regions]),
             "spans": pack([(s.ptr, s.num_bytes, code[s.device]) for s in spans]),
             "allocations": pack([(i,) for i in self._registered.ids]),
+            "handles": self._registered.handles,
             "agent": base64.b64encode(self._agent.metadata()).decode(),
         }
 
@@ -215,6 +224,7 @@ class _Published:
     regions: tuple[RegionAddress, ...]
     spans: tuple[Span, ...]
     allocations: tuple[int, ...]  # identities, one a span; none on the host
+    handles: tuple[str, ...]  # likewise
     metadata: bytes
 
     @property
@@ -247,6 +257,7 @@ class _Published:
             tuple(RegionAddress(r, ptr, size, devices[d]) for r, ptr, size, d in regions),
             tuple(Span(ptr, size, devices[d]) for ptr, size, d in spans),
             tuple(ids),
+            tuple(parse_handles(fields["handles"], f"{what}, 'handles'")),
             unpack_bytes(fields["agent"], f"{what}, 'agent'"),
         )
 
@@ -275,7 +286,10 @@ class P2pDirectTarget(DirectTarget):
         inbox: Inbox,
         lost: Callable[[], str | None],
         max_bytes: int | None,
+        kept: KeptMappings | None = None,
     ) -> None:
+        """``kept`` is for a trainer of this machine whose CUDA memory can be mapped."""
+        self._kept = kept
         self._agent = agent
         self._endpoint = endpoint
         self._inbox = inbox
@@ -296,7 +310,11 @@ class P2pDirectTarget(DirectTarget):
         published = self._parse(descriptor)
         where = tuple(local)
         self._inbox.check()
-        self._board.wait_for(published.epoch, deadline)
+        try:
+            self._board.wait_for(published.epoch, deadline)
+        except TransportError:
+            self._let_go()
+            raise
         old = self._opened
         if old is None or (old.published, old.local) != (published, where):
             _check_regions(where)
@@ -323,6 +341,8 @@ class P2pDirectTarget(DirectTarget):
         if any(self._known.get(span, number) != number for span, number in ids.items()):
             self._agent.forget_peer()
             self._known.clear()
+        if self._kept is not None:
+            self._kept.replace(published.handles)
         self._agent.load_peer(published.metadata, published.spans)
         self._known |= ids
 
@@ -371,11 +391,19 @@ class P2pDirectTarget(DirectTarget):
             self._chunks[chunk_bytes] = LandingChunks(self._agent, device, chunk_bytes)
         return self._chunks[chunk_bytes]
 
+    def _let_go(self) -> None:
+        """What is kept mapped is no longer published."""
+        if self._kept is not None:
+            self._kept.replace(())
+            self._opened = None
+
     def close(self) -> None:
         """After the agent: nothing may land any more."""
         for chunks in self._chunks.values():
             chunks.close()
         self._chunks.clear()
+        if self._kept is not None:
+            self._kept.close()
 
     def read(self, prepared: PreparedRead, deadline: Deadline) -> None:
         reach("direct.read")
@@ -385,7 +413,11 @@ class P2pDirectTarget(DirectTarget):
             raise TransportError("this read was prepared for regions that are no longer open")
         epoch = state.opened.published.epoch
         self._board.refresh()
-        self._board.check(epoch)
+        try:
+            self._board.check(epoch)
+        except TransportError:
+            self._let_go()
+            raise
         deadline.check()
         state.read(deadline)
         self._board.refresh()

@@ -40,12 +40,14 @@ from weightsync.transports.link import check_fields
 from weightsync.transports.nixl_agent import Agent
 from weightsync.transports.nixl_binding import Span, Transfer
 from weightsync.transports.nixl_reads import Reads
+from weightsync.transports.p2p_cuda import KeptMappings, export_at, parse_handles
 from weightsync.transports.p2p_direct import unpack_bytes
 from weightsync.transports.ring import ring_bytes, stride_bytes
 
 RING_KIND: Final = "ring"
 _RING_FIELDS: Final = {
-    "kind": str, "num_slots": int, "slot_bytes": int, "ptr": int, "device": str, "agent": str,
+    "kind": str, "num_slots": int, "slot_bytes": int, "ptr": int, "device": str, "handle": str,
+    "agent": str,
 }  # fmt: skip
 #: A read belongs to no caller's wait, so only close, a lost peer or a caller that gave up end it.
 _READ_LIMIT_S: Final = 24 * 3600.0
@@ -64,6 +66,7 @@ def ring_frame(options: RingOptions, memory: Memory, agent: Agent) -> dict[str, 
         "slot_bytes": options.slot_bytes,
         "ptr": memory.ptr,
         "device": options.device,
+        "handle": "" if options.device == CPU else export_at(memory.ptr, options.device),
         "agent": base64.b64encode(agent.metadata()).decode(),
     }
 
@@ -71,7 +74,14 @@ def ring_frame(options: RingOptions, memory: Memory, agent: Agent) -> dict[str, 
 class LandingRing:
     """A remote ring and the local slots of the same shape, on a device of the same kind."""
 
-    def __init__(self, agent: Agent, message: Mapping[str, Any], device: str) -> None:
+    def __init__(
+        self,
+        agent: Agent,
+        message: Mapping[str, Any],
+        device: str,
+        kept: KeptMappings | None = None,
+    ) -> None:
+        """``kept`` is for a trainer of this machine whose CUDA memory can be mapped."""
         fields = check_fields(message, _RING_FIELDS, "frame 'ring'")
         self.options = RingOptions(fields["num_slots"], fields["slot_bytes"], device)
         num_bytes = ring_bytes(self.options)
@@ -87,7 +97,10 @@ class LandingRing:
             HostMemory.anonymous(num_bytes) if device == CPU else DeviceMemory(num_bytes, device)
         )
         self._pin = self.memory.pin()  # reads land here until the agent is quiet
+        self._kept = kept
         try:
+            if kept is not None and device != CPU:
+                kept.replace(parse_handles([fields["handle"]], "frame 'ring'"))
             agent.register([Span(self.memory.ptr, num_bytes, device)])
             agent.load_peer(
                 unpack_bytes(fields["agent"], "frame 'ring', 'agent'"),
@@ -120,6 +133,8 @@ class LandingRing:
         """After the agent: nothing may land any more."""
         self._pin.release()
         self.memory.close()
+        if self._kept is not None:
+            self._kept.close()
 
 
 def _filled(header: SlotHeader) -> tuple[tuple[int, int], ...]:
