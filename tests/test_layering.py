@@ -21,13 +21,14 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     (
         "weightsync.link", "weightsync.rank_work", "weightsync.sources", "weightsync.session",
         "weightsync.session_leader", "weightsync.session_rank", "weightsync.control",
-        "weightsync.messages", "weightsync.report", "weightsync.options",
+        "weightsync.messages", "weightsync.http_wire", "weightsync.report", "weightsync.options",
     ),
     ("weightsync.transports",),
     (
         "weightsync.binding", "weightsync.plan", "weightsync.bucket", "weightsync.layout",
-        "weightsync.manifest", "weightsync.digest", "weightsync.tables", "weightsync.tensors",
-        "weightsync.naming", "weightsync.engine", "weightsync.memory", "weightsync.native",
+        "weightsync.manifest", "weightsync.coverage", "weightsync.digest", "weightsync.tables",
+        "weightsync.tensors", "weightsync.watch", "weightsync.naming", "weightsync.engine",
+        "weightsync.memory", "weightsync.native",
         "weightsync.native_cuda", "weightsync.device_tables", "weightsync.slot_pack",
         "weightsync.codec",
         "weightsync.checkpoints", "weightsync.presets",

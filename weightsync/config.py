@@ -43,3 +43,8 @@ def set_default_env(name: str, value: str) -> None:
 def library_setting(name: str) -> str | None:
     """A variable that a library of ours reads, to explain what it does."""
     return os.environ.get(name)
+
+
+def p2p_device_way() -> str | None:
+    """``$WEIGHTSYNC_P2P_DEVICE_WAY``: how ``p2p`` reaches device memory within one machine."""
+    return os.environ.get("WEIGHTSYNC_P2P_DEVICE_WAY") or None

@@ -23,6 +23,7 @@ from weightsync import native
 from weightsync.errors import CapacityError, ConfigError, TransportError
 from weightsync.layout import Layout
 from weightsync.memory import HostMemory
+from weightsync.tables import DigestRows
 from weightsync.types import RegionAddress, format_bytes
 
 _LOG = logging.getLogger(__name__)
@@ -41,11 +42,26 @@ def cuda_index(device: str) -> int:
         )
     if not native.has_cuda():
         raise ConfigError(
-            f"memory of device {device!r} cannot be touched: {native.cuda_unavailable_reason()}. "
-            "docs/cuda.md says how to build the extension with CUDA "
-            "(pip install . -C cmake.define.WEIGHTSYNC_CUDA=ON)"
+            f"memory of device {device!r} cannot be touched: {native.cuda_unavailable_reason()}; "
+            f"{cuda_remedy()}"
         )
     return int(index)
+
+
+_REMEDIES: Final = {
+    "built without CUDA": "build the extension with CUDA, with a toolkit or the package "
+    "nvidia-cuda-nvcc at hand (docs/cuda.md): "
+    "pip install . -C cmake.define.WEIGHTSYNC_CUDA=ON",
+    "no driver": "this build has the CUDA code; install NVIDIA's driver, or start the container with "
+    "the GPU (docker run --gpus all)",
+    "no device": "the driver shows no GPU; look at CUDA_VISIBLE_DEVICES and nvidia-smi",
+}
+
+
+def cuda_remedy() -> str:
+    """What to do where ``native.has_cuda()`` is false."""
+    reason = native.cuda_unavailable_reason()
+    return _REMEDIES.get(str(reason), "look at nvidia-smi")
 
 
 def device_of(regions: Iterable[RegionAddress], what: str) -> str:
@@ -107,6 +123,38 @@ def wait_lane(device: str, lane: int) -> None:
     index = cuda_index(device)
     with cuda_errors(device):
         native.extension.cuda_wait_stream(stream_of(index, lane), index)
+
+
+class StreamTimer:
+    """How long the device works on what a ``with`` block enqueues on one of our streams.
+
+    ``seconds()`` is known once the stream was waited for.
+    """
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+        create = native.extension.cuda_create_event
+        self._events = (create(index), create(index))
+        finalizer = weakref.finalize(self, _destroy_events, self._events, index)
+        finalizer.atexit = False  # the process takes them along
+
+    @contextmanager
+    def on(self, stream: int) -> Iterator[int]:
+        """Times what the block enqueues on a stream."""
+        native.extension.cuda_record_event(self._events[0], stream, self._index)
+        yield stream
+        native.extension.cuda_record_event(self._events[1], stream, self._index)
+
+    def seconds(self) -> float:
+        return native.extension.cuda_elapsed_s(*self._events, self._index)
+
+
+def _destroy_events(events: tuple[int, int], index: int) -> None:
+    for event in events:
+        try:
+            native.extension.cuda_destroy_event(event, index)
+        except native.CudaError:  # of an earlier kernel: the device is of no use any more
+            _LOG.exception("an event was not destroyed")
 
 
 # --- memory ---------------------------------------------------------------------------------------
@@ -263,12 +311,38 @@ class _HostCopy(SegmentCopy):
         return native.copy_segments(rows, num_threads=num_threads, cancel=cancel)
 
 
-class CudaCopy(SegmentCopy):
+class _Launched:
+    """A table on a device whose runs are timed."""
+
+    _table: Any
+
+    def __init__(self, device: str) -> None:
+        self._index = cuda_index(device)
+        self._device = device
+        with cuda_errors(device):
+            self._timer = StreamTimer(self._index)
+
+    def _launch(self, lane: int = 0, *bases: int) -> None:
+        with self._timer.on(stream_of(self._index, lane)) as stream:
+            self._table.launch(stream, *bases)
+
+    @property
+    def device_s(self) -> float:
+        """Seconds of the device in the last run."""
+        with cuda_errors(self._device):
+            return self._timer.seconds()
+
+    def close(self) -> None:
+        """Free the table. Idempotent."""
+        with cuda_errors(self._device):
+            self._table.close()
+
+
+class CudaCopy(_Launched, SegmentCopy):
     """One launch a run; cannot be stopped, and need not: it is short."""
 
     def __init__(self, rows: Table, device: str) -> None:
-        self._index = cuda_index(device)
-        self._device = device
+        super().__init__(device)
         with cuda_errors(device):
             self._table = native.SegmentTableCuda(rows, self._index)
         self.num_bytes = self._table.num_bytes
@@ -288,12 +362,27 @@ class CudaCopy(SegmentCopy):
     def launch(self, lane: int, source_base: int = 0, target_base: int = 0) -> None:
         """Start on a lane, without waiting; see :func:`wait_lane`."""
         with cuda_errors(self._device):
-            self._table.launch(stream_of(self._index, lane), source_base, target_base)
+            self._launch(lane, source_base, target_base)
 
-    def close(self) -> None:
-        """Free the table. Idempotent."""
+
+class CudaCopyDigest(_Launched):
+    """One launch a run that copies and digests what it reads."""
+
+    def __init__(self, rows: Table, digests: DigestRows, device: str) -> None:
+        """Raises ``ValueError`` if the digest rows are not, row by row, what ``rows`` reads."""
+        super().__init__(device)
+        with cuda_errors(device):
+            self._table = native.CopyDigestTableCuda(
+                rows, digests.rows, self._index,
+                owners=digests.owners, num_owners=digests.num_owners,
+            )  # fmt: skip
+
+    def run(self) -> npt.NDArray[np.uint64]:
+        """The digest of each owner."""
         with cuda_errors(self._device):
-            self._table.close()
+            self._launch()
+            found: npt.NDArray[np.uint64] = self._table.result()
+        return found
 
 
 def segment_copy(rows: Table, device: str) -> SegmentCopy:

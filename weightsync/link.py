@@ -55,7 +55,7 @@ from weightsync.transports.base import (
     StreamSource,
     Transport,
 )
-from weightsync.types import BUCKET_ALIGNMENT_BYTES, Availability, Contract, Outcome
+from weightsync.types import BUCKET_ALIGNMENT_BYTES, Availability, Contract, Outcome, RegionAddress
 
 _CONNECT_RETRY_S = 0.1
 _STATUS_LIMIT_S = 5.0
@@ -69,7 +69,7 @@ class Bound:
     plan: RefitPlan
     packs: list[SlotPack] = field(default_factory=list)
     device: str = CPU  # where the sources lie, and with them the ring
-    addresses: tuple[int, ...] = ()  # those that the tables were made for
+    addresses: tuple[RegionAddress, ...] = ()  # those that the tables were made for
 
 
 class EngineLink:
@@ -217,10 +217,9 @@ class EngineLink:
             while len(self._bound) > 64:
                 self._bound.pop(next(iter(self._bound)))
             self._spent("plan", start_s)
-        addresses = tuple(a.ptr for a in tensors.addresses)
-        if bound.plan.contract is Contract.STREAM and bound.addresses != addresses:
+        if bound.plan.contract is Contract.STREAM and bound.addresses != tensors.addresses:
             self._bind(bound, tensors)
-            bound.addresses = addresses
+            bound.addresses = tensors.addresses
         return bound
 
     def _check_contract(self, plan: RefitPlan) -> None:
@@ -279,20 +278,34 @@ class EngineLink:
             "begin",
         )
 
-    def move(
-        self, session_id: str, move_id: int, bound: Bound, tensors: LocalTensors, token: CancelToken
-    ) -> None:
-        """Returns when the engine has read everything: the sources may then change."""
+    def publish(self, bound: Bound, tensors: LocalTensors) -> Mapping[str, Any]:
+        """Make what the plan reads directly readable, and what was written to it visible; cheap for
+        what was published before. A stream has nothing to publish."""
         if self._endpoint is None:
             raise ConfigError(f"{self.peer}: not connected")
-        is_direct = bound.plan.contract is Contract.DIRECT
-        epoch, publication = "", None
-        if is_direct:
-            start_s = time.perf_counter()
-            descriptor = dict(self._endpoint.direct().publish(tensors.addresses))
+        if bound.plan.contract is not Contract.DIRECT:
+            return {}
+        start_s = time.perf_counter()
+        try:
+            return self._endpoint.direct().publish(tensors.addresses)
+        finally:
             self._spent("register", start_s)
-            epoch = str(descriptor.get("epoch"))
-            publication = None if epoch == self._told_epoch else descriptor
+
+    def move(
+        self,
+        session_id: str,
+        move_id: int,
+        bound: Bound,
+        published: Mapping[str, Any],
+        token: CancelToken,
+    ) -> None:
+        """Returns when the engine has read everything: the sources may then change.
+
+        ``published`` is what :meth:`publish` said of the same tensors.
+        """
+        is_direct = bound.plan.contract is Contract.DIRECT
+        epoch = str(published.get("epoch", ""))
+        publication = None if not is_direct or epoch == self._told_epoch else dict(published)
         reach("trainer.move")
         ask: Callable[[float], MoveRequest] = lambda wait_s: MoveRequest(  # noqa: E731
             session_id, move_id, bound.plan.digest, epoch, publication, wait_s

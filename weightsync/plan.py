@@ -13,6 +13,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from weightsync.bucket import Cut, cut_buckets
 from weightsync.errors import (
     DTypeMismatchError,
@@ -87,6 +90,17 @@ class RefitPlan:
     @cached_property
     def metas(self) -> tuple[TensorMeta, ...]:
         return tuple(t.meta for t in self.tensors)
+
+    @cached_property
+    def transfer_bytes(self) -> npt.NDArray[np.int64]:
+        """[transfers] bytes of each, in wire form."""
+        return np.array([t.num_bytes for t in self.transfers], dtype=np.int64)
+
+    @cached_property
+    def transfer_units(self) -> npt.NDArray[np.int64]:
+        """[transfers] bytes of one element of each, in wire form."""
+        items = [item_bytes(t.meta.dtype) for t in self.tensors]
+        return np.array([items[t.tensor] for t in self.transfers], dtype=np.int64)
 
     @cached_property
     def buckets(self) -> tuple[tuple[Cut, ...], ...]:

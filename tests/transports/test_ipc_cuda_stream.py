@@ -47,9 +47,7 @@ FRAME = {
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     fake = FakeCuda(monkeypatch)
-    monkeypatch.setattr(
-        native.extension, "cuda_allocation", lambda ptr, device: (ptr, 8192, 1, False)
-    )
+    monkeypatch.setattr(native.extension, "cuda_allocation", lambda ptr, device: (ptr, 8192, 1, 0))
     return fake
 
 

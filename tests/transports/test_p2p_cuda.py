@@ -12,15 +12,25 @@ import pytest
 from transports.conformance import FullContract
 from transports.cuda_memory import OnCuda
 from transports.cuda_updates import CudaGenerators, CudaUpdates
-from transports.test_ipc_cuda import FakeCuda, assert_holds, engine, far_trainer, fill, make_module
+from transports.test_ipc_cuda import FakeCuda as CountingCuda
+from transports.test_ipc_cuda import assert_holds, engine, far_trainer, fill, make_module
 from weightsync import native
-from weightsync.errors import ProtocolError, SlowPathError, UnavailableError
+from weightsync.errors import PeerLostError, ProtocolError, SlowPathError, UnavailableError
 from weightsync.sender import Sender
 from weightsync.transports import p2p_cuda
 from weightsync.transports.base import Transport
+from weightsync.transports.cuda_allocations import Sharing
 from weightsync.transports.nixl_binding import NIXL_MODULES, Span
 from weightsync.transports.p2p import P2pTransport
-from weightsync.transports.p2p_cuda import Allocation, allocations_of, are_current, check_exportable
+from weightsync.transports.p2p_cuda import (
+    Allocation,
+    DeviceWay,
+    Key,
+    PeerMemory,
+    allocations_of,
+    are_current,
+    check_exportable,
+)
 from weightsync.transports.p2p_cuda_probe import cuda_pattern, judge
 from weightsync.types import RegionAddress
 
@@ -28,6 +38,10 @@ needs_nixl = pytest.mark.skipif(
     all(importlib.util.find_spec(name.partition(".")[0]) is None for name in NIXL_MODULES),
     reason="NIXL is not installed: pip install 'weightsync[p2p]'",
 )
+
+
+#: What UCX, its kernels and ours take on the device when they are first used.
+KEPT_BYTES = 256 * 2**20
 
 
 @pytest.mark.gpu
@@ -42,16 +56,43 @@ class TestContract(OnCuda, FullContract):
 @pytest.mark.gpu
 @needs_nixl
 class TestDirectUpdates(CudaUpdates):
+    """Mapped."""
+
     transport = "p2p"
     contract = "direct"
-    kept_bytes = 256 * 2**20
+    kept_bytes = KEPT_BYTES
 
 
 @pytest.mark.gpu
 @needs_nixl
 class TestStreamUpdates(CudaGenerators):
+    """Out of the mapped ring."""
+
     transport = "p2p"
-    kept_bytes = 256 * 2**20
+    kept_bytes = KEPT_BYTES
+
+
+class _ByNixl:
+    """As between machines; the engine, which lives here, decides."""
+
+    @pytest.fixture(autouse=True)
+    def _way(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("WEIGHTSYNC_P2P_DEVICE_WAY", DeviceWay.NIXL.value)
+
+
+@pytest.mark.gpu
+@needs_nixl
+class TestNixlDirectUpdates(_ByNixl, CudaUpdates):
+    transport = "p2p"
+    contract = "direct"
+    kept_bytes = KEPT_BYTES
+
+
+@pytest.mark.gpu
+@needs_nixl
+class TestNixlStreamUpdates(_ByNixl, CudaGenerators):
+    transport = "p2p"
+    kept_bytes = KEPT_BYTES
 
 
 SLOW = {"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "n"}
@@ -59,7 +100,7 @@ SLOW = {"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "n"}
 
 @pytest.mark.gpu
 @needs_nixl
-class TestSlowPath:
+class TestSlowPath(_ByNixl):
     """A setting of the user's that makes UCX copy through the host."""
 
     @pytest.fixture(autouse=True)
@@ -102,10 +143,10 @@ def test_expandable_memory_is_streamed_or_refused() -> None:
 # --- pure parts: they run everywhere --------------------------------------------------------------
 
 
-def look_up(identity: dict[int, int], is_exportable: bool = True) -> Any:
-    def ask(ptr: int, device: int) -> tuple[int, int, int, bool]:
+def look_up(identity: dict[int, int]) -> Any:
+    def ask(ptr: int, device: int) -> tuple[int, int, int, int]:
         base = ptr // 1000 * 1000
-        return base, 1000, identity.get(base, base), is_exportable
+        return base, 1000, identity.get(base, base), Sharing.HANDLE
 
     return ask
 
@@ -133,22 +174,39 @@ def test_memory_that_ucx_cannot_export() -> None:
         p2p_cuda.check_exportable([Allocation(Span(4096, 10, "cuda:0"), 1, False)])
 
 
-def test_what_is_kept_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = FakeCuda(monkeypatch)
-    kept = p2p_cuda.KeptMappings("cuda:1")
-    one, two, three = (f"{n:02x}" * 64 for n in range(3))
-    kept.replace([one, two])
-    where = {handle.hex(): ptr for ptr, handle in cuda.mapped.items()}
-    kept.replace([two, three])
-    assert {handle.hex() for handle in cuda.mapped.values()} == {two, three}
-    assert where[two] in cuda.mapped
-    kept.replace([])
+def test_what_a_peer_has_is_mapped_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = CountingCuda(monkeypatch)
+    peer = PeerMemory("cuda:1")
+    one, two, three = (Key(n, f"{n:02x}" * 64) for n in range(3))
+    assert peer.replace([one, two])
+    kept = peer.address_of(two)
+    assert peer.replace([two, three])
+    assert {handle.hex() for handle in cuda.mapped.values()} == {two.handle, three.handle}
+    assert peer.address_of(two) == kept
+    # Allocated anew at the same address: perhaps the same handle, never the same memory.
+    again = Key(7, two.handle)
+    assert peer.replace([again])
+    assert list(cuda.mapped) == [peer.address_of(again)]
+    assert peer.address_of(again) != kept
+    peer.close()
+    peer.close()
     assert not cuda.mapped
-    kept.replace([one])
-    kept.close()
-    kept.close()
-    kept.replace([one])
+    with pytest.raises(PeerLostError):
+        peer.replace([one])
+
+
+def test_memory_that_cannot_be_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = CountingCuda(monkeypatch)
+
+    def refuse(handle: bytes, device: int) -> int:
+        raise native.CudaError("not here")
+
+    peer = PeerMemory("cuda:1")
+    assert peer.replace([Key(1, "0c" * 64)])
+    monkeypatch.setattr(native.extension, "cuda_map", refuse)
+    assert not peer.replace([Key(2, "0d" * 64)])
     assert not cuda.mapped
+    peer.close()
 
 
 def test_what_a_rate_means(monkeypatch: pytest.MonkeyPatch) -> None:

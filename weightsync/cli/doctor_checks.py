@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from weightsync import native
-from weightsync.cli.bench_run import versions
+from weightsync.cli.bench_figures import versions
 from weightsync.cli.doctor_peer import PeerProcess
 from weightsync.deadline import Deadline
 from weightsync.errors import WeightSyncError

@@ -28,6 +28,7 @@ import numpy.typing as npt
 
 from weightsync.deadline import Deadline
 from weightsync.errors import ProtocolError
+from weightsync.tables import DigestRows
 from weightsync.types import Availability, Capabilities, CostConstants, RegionAddress
 
 __all__ = [
@@ -174,6 +175,9 @@ class PreparedRead:
     table: Table
     num_bytes: int
     state: Any = field(default=None, repr=False)  # of the transport
+    #: Of the last read, uint64 [num_owners]; None: it takes none.
+    digests: npt.NDArray[np.uint64] | None = None
+    device_s: float | None = None  # of the last read, by a device's own clock where one copied
 
 
 class DirectTarget(ABC):
@@ -182,16 +186,24 @@ class DirectTarget(ABC):
     @abstractmethod
     def open(
         self, descriptor: Descriptor, local: Sequence[RegionAddress], deadline: Deadline
-    ) -> dict[int, int]:
+    ) -> Mapping[int, int]:
         """Map what the source published; ``local`` is where reads will land.
 
         Returns for each published region the address by which read tables name it. Opening the same
         epoch and the same local regions again is cheap.
         """
 
+    @property
+    def digests_reads(self) -> bool:
+        """Whether a read of what is open can also digest what it reads, at no cost worth naming."""
+        return False
+
     @abstractmethod
-    def prepare(self, table: Table) -> PreparedRead:
-        """Make a segment table (source addresses as ``open`` returned them) ready to be read."""
+    def prepare(self, table: Table, digests: DigestRows | None = None) -> PreparedRead:
+        """Make a segment table (source addresses as ``open`` returned them) ready to be read.
+
+        ``digests`` is a wish: if it can be had, each read leaves ``PreparedRead.digests``.
+        """
 
     @abstractmethod
     def read(self, prepared: PreparedRead, deadline: Deadline) -> None:

@@ -36,6 +36,7 @@ from weightsync.transports.base import (
     Transport,
 )
 from weightsync.transports.channel import Channel, Listener, close_fds, connect
+from weightsync.transports.cuda_pieces import PIECES_KIND, PieceBoard
 from weightsync.transports.ipc_cuda import CudaPath, CudaSource
 from weightsync.transports.ipc_cuda_stream import CUDA_RING_KIND, make_ring, open_ring
 from weightsync.transports.ipc_host import (
@@ -182,7 +183,9 @@ def _send_cuda_ring(options: RingOptions, inbox: Inbox, deadline: Deadline) -> M
 class IpcTarget(TargetEndpoint):
     """The engine's end."""
 
-    def __init__(self, channel: Channel, endpoint: str, direct_path: DirectPath) -> None:
+    def __init__(
+        self, channel: Channel, endpoint: str, direct_path: DirectPath, pieces: PieceBoard
+    ) -> None:
         self._channel = channel
         self._endpoint = endpoint
         self._direct_path = direct_path
@@ -192,7 +195,7 @@ class IpcTarget(TargetEndpoint):
         self._ring: RingTarget | None = None
         self._is_own_process = channel.peer_pid == os.getpid()
         self._reader = DirectReader(
-            "ipc", endpoint, self._inbox, self._find_path, CudaPath(self._is_own_process)
+            "ipc", endpoint, self._inbox, self._find_path, CudaPath(self._is_own_process, pieces)
         )
 
     def stream(self, deadline: Deadline, device: str = CPU) -> StreamTarget:
@@ -320,9 +323,9 @@ class IpcTransport(Transport):
                     f"ipc descriptor: field {name!r} is {fields[name]!r}, not {value!r}"
                 )
         _check_host(fields["host"])
-        return IpcTarget(
-            connect(fields["channel"], deadline), fields["endpoint"], self._direct_path
-        )
+        pieces = PieceBoard()
+        channel = connect(fields["channel"], deadline, {PIECES_KIND: pieces.take})
+        return IpcTarget(channel, fields["endpoint"], self._direct_path, pieces)
 
 
 def _check_host(host: object) -> None:

@@ -7,7 +7,6 @@ engine still maps it is free when the engine lets go.
 
 from __future__ import annotations
 
-import logging
 import threading
 import weakref
 from collections.abc import Mapping
@@ -17,11 +16,10 @@ from weightsync import native
 from weightsync.device_tables import CPU, DeviceMemory, Memory, Pin, cuda_errors, cuda_index
 from weightsync.errors import ProtocolError, UnavailableError
 from weightsync.transports.base import RingOptions
+from weightsync.transports.cuda_mapping import MappedMemory
 from weightsync.transports.ipc_cuda import uuid_of
 from weightsync.transports.link import check_fields
 from weightsync.transports.ring import ring_bytes
-
-_LOG = logging.getLogger(__name__)
 
 CUDA_RING_KIND: Final = "cuda_ring"
 _RING_FIELDS: Final = {
@@ -112,56 +110,3 @@ class BorrowedMemory:
 
     def close(self) -> None:
         """Its owner does."""
-
-
-class _Mapping:
-    """What is unmapped with its last reference."""
-
-    def __init__(self, ptr: int, index: int) -> None:
-        self._unmap = weakref.finalize(self, _unmap, ptr, index)
-        self._unmap.atexit = False  # the process takes it along
-
-
-def _unmap(ptr: int, index: int) -> None:
-    try:
-        native.extension.cuda_unmap(ptr, index)
-    except native.CudaError:  # of an earlier kernel: the device is of no use any more
-        _LOG.exception("the trainer's ring was not unmapped")
-
-
-class _MappingPin:
-    def __init__(self, mapping: _Mapping) -> None:
-        self._mapping: _Mapping | None = mapping
-
-    def release(self) -> None:
-        self._mapping = None
-
-
-class MappedMemory:
-    """Memory of another process; unmapped by ``close``, or with the last pin after it."""
-
-    def __init__(self, handle: bytes, num_bytes: int, device: str) -> None:
-        index = cuda_index(device)
-        with cuda_errors(f"the trainer's ring on {device}"):
-            self.ptr = native.extension.cuda_map(handle, index)
-        self.num_bytes = num_bytes
-        self._mapping: _Mapping | None = _Mapping(self.ptr, index)
-        self._check_size(index, device)
-
-    def _check_size(self, index: int, device: str) -> None:
-        """What was announced must lie within what was mapped: an unpack reads all of a slot."""
-        with cuda_errors(f"the trainer's ring on {device}"):
-            base, num_bytes, *_ = native.extension.cuda_allocation(self.ptr, index)
-        if base + num_bytes < self.ptr + self.num_bytes:
-            self.close()
-            raise ProtocolError(
-                f"frame 'cuda_ring': a ring of {self.num_bytes} B in an allocation of {num_bytes} B"
-            )
-
-    def pin(self) -> Pin:
-        if self._mapping is None:
-            raise ValueError("the trainer's ring was unmapped")
-        return _MappingPin(self._mapping)
-
-    def close(self) -> None:
-        self._mapping = None

@@ -29,6 +29,7 @@ from weightsync.device_tables import (
 )
 from weightsync.errors import ConfigError, PeerLostError, ProtocolError, UnavailableError
 from weightsync.native import CancelFlag, copy_segments
+from weightsync.tables import DigestRows
 from weightsync.transports.base import (
     Availability,
     Capabilities,
@@ -46,9 +47,10 @@ from weightsync.transports.base import (
     TargetEndpoint,
     Transport,
 )
-from weightsync.transports.link import Inbox, LocalLink, check_fields
+from weightsync.transports.link import Inbox, Link, LocalLink, check_fields
 from weightsync.transports.published import (
     DIRECT_KINDS,
+    DeviceCopied,
     DevicePath,
     DeviceSource,
     DirectReader,
@@ -143,10 +145,21 @@ class _LocalPath(ReadPath):
 class _LocalSource(DeviceSource):
     """Tells of CUDA memory of this process."""
 
+    def __init__(self) -> None:
+        self._described: dict[str, Any] = {}
+
     def describe(self, regions: Sequence[RegionAddress]) -> dict[str, Any]:
         device = device_of(regions, "what the trainer publishes")
         synchronize(device)
-        return {"device": device}
+        if self._described != {"device": device}:
+            self._described = {"device": device}
+        return self._described
+
+    def announce(self, link: Link, epoch: int) -> None:
+        """All is described."""
+
+    def withdraw(self, link: Link, epoch: int) -> None:
+        """Nothing was sent along."""
 
 
 class _LocalDevicePath(DevicePath):
@@ -162,7 +175,11 @@ class _LocalDevicePath(DevicePath):
         self._device = CPU
 
     def map_device(
-        self, device: object, regions: Mapping[int, Span], local: Sequence[RegionAddress]
+        self,
+        device: object,
+        regions: Mapping[int, Span],
+        local: Sequence[RegionAddress],
+        epoch: int,
     ) -> dict[int, int]:
         self._device = device_of(local, "the engine")
         if device != {"device": self._device}:
@@ -172,18 +189,20 @@ class _LocalDevicePath(DevicePath):
             )
         return {region: ptr for region, (ptr, _) in regions.items()}
 
-    def prepare(self, rows: Table) -> tuple[Table, CudaCopy]:
+    def prepare(self, rows: Table, digests: DigestRows | None) -> tuple[Table, CudaCopy]:
         return rows, CudaCopy(rows, self._device)
 
-    def copy(self, prepared: tuple[Table, CudaCopy]) -> None:
+    def copy(self, prepared: tuple[Table, CudaCopy]) -> DeviceCopied:
         rows, whole = prepared
         fault = self._faults.next_read() if len(rows) else None
         if fault is Fault.LOSE_PEER:
             self._link.close()
-            return
-        (CudaCopy(rows[:-1], self._device) if fault is Fault.DROP else whole).run()
+            return DeviceCopied(0.0)
+        copy = CudaCopy(rows[:-1], self._device) if fault is Fault.DROP else whole
+        copy.run()
         if fault is Fault.CORRUPT:
             _flip_bit(int(rows[0, 1]), self._device)
+        return DeviceCopied(copy.device_s)
 
     def release(self) -> None:
         """Nothing is mapped."""

@@ -12,19 +12,22 @@ from __future__ import annotations
 import base64
 import importlib.util
 import ipaddress
+import logging
 import os
 import secrets
 import threading
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from typing import Any, Final
 
+from weightsync import config
 from weightsync.deadline import Deadline
 from weightsync.device_tables import CPU, DeviceMemory, Memory
 from weightsync.errors import (
     ConfigError,
     PeerLostError,
     ProtocolError,
+    TransportError,
     UnavailableError,
     WeightSyncError,
 )
@@ -47,11 +50,17 @@ from weightsync.transports.channel import Channel, Listener, connect
 from weightsync.transports.link import Inbox, check_fields
 from weightsync.transports.nixl_agent import Agent
 from weightsync.transports.nixl_binding import NIXL_MODULES, Span
-from weightsync.transports.p2p_cuda import KeptMappings
+from weightsync.transports.p2p_cuda import DeviceWay, PeerMemory
 from weightsync.transports.p2p_cuda_probe import CudaProbe, CudaProbeSource
 from weightsync.transports.p2p_direct import P2pDirectSource, P2pDirectTarget, unpack_bytes
 from weightsync.transports.p2p_probe import PROBE_BYTES, Probe, host_id, probe_pattern
-from weightsync.transports.p2p_stream import RING_KIND, Landing, LandingRing, ring_frame
+from weightsync.transports.p2p_stream import (
+    RING_KIND,
+    Landing,
+    LandingRing,
+    MappedRing,
+    ring_frame,
+)
 from weightsync.transports.published import DIRECT_KINDS
 from weightsync.transports.ring import (
     RING_SOURCE_KINDS,
@@ -61,6 +70,8 @@ from weightsync.transports.ring import (
     ring_bytes,
 )
 from weightsync.types import PROTOCOL_VERSION, Contract
+
+_LOG = logging.getLogger(__name__)
 
 _DESCRIPTOR_FIELDS: Final = {
     "schema": int, "transport": str, "endpoint": str, "channel": dict, "host": str, "pid": int,
@@ -86,13 +97,21 @@ class P2pTransport(Transport):
     ``host``: the address of this machine that engines reach; loopback serves this machine only.
     ``max_registered_bytes``: the most that one endpoint registers for direct reads, where the
     network card allows less than the model needs.
+    ``device_way``: how an engine reaches device memory of a trainer of its machine; without it
+    ``$WEIGHTSYNC_P2P_DEVICE_WAY``, or what is best.
     """
 
     name = "p2p"
 
-    def __init__(self, host: str = "127.0.0.1", max_registered_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        max_registered_bytes: int | None = None,
+        device_way: DeviceWay | None = None,
+    ) -> None:
         self._host = host
         self._max_bytes = max_registered_bytes
+        self._way = _way_here() if device_way is None else device_way
 
     def capabilities(self) -> Capabilities:
         packages = [name.partition(".")[0] for name in NIXL_MODULES]
@@ -119,15 +138,26 @@ class P2pTransport(Transport):
     def open_target(
         self, descriptor: Descriptor, deadline: Deadline, device: str = CPU
     ) -> TargetEndpoint:
-        return P2pTarget(descriptor, deadline, self._max_bytes, device)
+        return P2pTarget(descriptor, deadline, self._max_bytes, device, self._way)
+
+
+def _way_here() -> DeviceWay:
+    wanted = config.p2p_device_way()
+    try:
+        return DeviceWay.AUTO if wanted is None else DeviceWay(wanted)
+    except ValueError:
+        known = ", ".join(way.value for way in DeviceWay)
+        raise ConfigError(f"WEIGHTSYNC_P2P_DEVICE_WAY={wanted!r}; known: {known}") from None
 
 
 def _ucx_settings(host: str) -> dict[str, str]:
     """A loopback endpoint must not listen on the machine's other addresses.
 
-    Nor does it need the second rail that NIXL asks for, which costs 2 us a descriptor.
+    Nor does it need the second rail that NIXL asks for, which costs 2 us a descriptor. Registrations
+    are ours and final: a cache of them by address would bring back what was there before.
     """
-    return {"NET_DEVICES": "lo", "MAX_RMA_RAILS": "1"} if _is_loopback(host) else {}
+    lasting = {"RCACHE_ENABLE": "n"}
+    return {**lasting, "NET_DEVICES": "lo", "MAX_RMA_RAILS": "1"} if _is_loopback(host) else lasting
 
 
 def _is_loopback(host: str) -> bool:
@@ -155,12 +185,11 @@ class P2pSource(SourceEndpoint):
             self._probe_ptr = known.ptr
             known.bytes_view()[:] = probe_pattern(self._endpoint)
             self._agent.register([Span(self._probe_ptr, PROBE_BYTES, CPU)])
-            self._cuda: dict[str, Any] = {}
+            self._on_device: CudaProbeSource | None = None
             if device != CPU:
-                on_device = CudaProbeSource(self._agent, self._endpoint, device)
-                undo.callback(on_device.close)
-                self._memories.append(on_device)
-                self._cuda = on_device.to_json()
+                self._on_device = CudaProbeSource(self._agent, self._endpoint, device)
+                undo.callback(self._on_device.close)
+                self._memories.append(self._on_device)
             self._listener = Listener("tcp", host)
             undo.pop_all()
         self._direct = P2pDirectSource(self._agent, self._endpoint, max_bytes)
@@ -175,7 +204,7 @@ class P2pSource(SourceEndpoint):
             "pid": os.getpid(),
             "agent": base64.b64encode(self._agent.metadata()).decode(),
             "probe_ptr": self._probe_ptr,
-            "cuda": self._cuda,
+            "cuda": {} if self._on_device is None else self._on_device.to_json(),
         }
 
     def accept(self, deadline: Deadline) -> None:
@@ -186,6 +215,8 @@ class P2pSource(SourceEndpoint):
             self._listener.close()
         # The engine connects, makes its agent and reads the probe before it says so.
         self._channel.receive_kind("attached", deadline)
+        if self._on_device is not None:
+            self._on_device.retire()
         self._inbox = Inbox(self._channel, RING_SOURCE_KINDS)
         self._direct.attach(self._channel)
 
@@ -236,7 +267,12 @@ class P2pTarget(TargetEndpoint):
     """The engine's end."""
 
     def __init__(
-        self, descriptor: Descriptor, deadline: Deadline, max_bytes: int | None, device: str
+        self,
+        descriptor: Descriptor,
+        deadline: Deadline,
+        max_bytes: int | None,
+        device: str,
+        way: DeviceWay,
     ) -> None:
         what = "p2p descriptor"
         fields = check_fields(descriptor, _DESCRIPTOR_FIELDS, what)
@@ -246,7 +282,7 @@ class P2pTarget(TargetEndpoint):
         self._endpoint: str = fields["endpoint"]
         self._closed = threading.Event()
         self._ring: RingTarget | None = None
-        self._landing_ring: LandingRing | None = None
+        self._landing_ring: MappedRing | LandingRing | None = None
         with ExitStack() as undo:
             self._channel = connect(fields["channel"], deadline)
             undo.callback(self._channel.close)
@@ -268,45 +304,47 @@ class P2pTarget(TargetEndpoint):
             if not found.is_usable:
                 raise UnavailableError(f"{found.reason}; {found.remedy}")
             self._cuda_probe: CudaProbe | None = None
+            self._way = way
             self._is_mappable = fields["host"] == host_id() and fields["pid"] != os.getpid()
             self._device = device
             if device != CPU and fields["cuda"]:
-                self._cuda_probe = self._probe_cuda(fields, device, deadline, undo)
+                self._cuda_probe = self._probe_cuda(fields, deadline, undo)
             self._channel.send({"kind": "attached"}, deadline=deadline)
             undo.pop_all()
         self._landing = Landing(self._agent, self._channel, self._peer_lost)
         self._inbox = Inbox(self._landing, (RING_KIND, *RING_TARGET_KINDS, *DIRECT_KINDS))
         self._direct = P2pDirectTarget(
-            self._agent, self._endpoint, self._inbox, self._peer_lost, max_bytes, self._kept()
+            self._agent, self._endpoint, self._inbox, self._peer_lost, max_bytes, self._kept(), way
         )
         if self._cuda_probe is not None:
             self._direct.device_bytes_per_s = self._cuda_probe.rate_bytes_per_s
 
     def _probe_cuda(
-        self, fields: Mapping[str, Any], device: str, deadline: Deadline, undo: ExitStack
+        self, fields: Mapping[str, Any], deadline: Deadline, undo: ExitStack
     ) -> CudaProbe:
-        """Raises :class:`UnavailableError` where UCX cannot read device memory at all."""
+        """Raises :class:`UnavailableError` where device memory cannot be read at all."""
         one_host = fields["host"] == host_id()
-        probe = CudaProbe(self._agent, self._endpoint, fields["cuda"], device, one_host=one_host)
+        about = (self._endpoint, fields["cuda"], self._device)
+        probe = CudaProbe(self._agent, *about, one_host=one_host)
         undo.callback(probe.close)
-        if (kept := self._kept()) is not None:
-            undo.callback(kept.close)
-            kept.replace([probe.handle])
-        self._agent.load_peer(
-            unpack_bytes(fields["agent"], "p2p descriptor, 'agent'"), [probe.source_span]
-        )
-        probe.prepare()
-        found = probe.run(deadline, self._peer_lost)
+        found = None
+        with closing(PeerMemory(self._device)) as kept:
+            if self._is_mappable and self._way is DeviceWay.AUTO:
+                found = probe.run_mapped(kept)
+            elif self._is_mappable:
+                kept.replace([probe.key])
+            if found is None:
+                metadata = unpack_bytes(fields["agent"], "p2p descriptor, 'agent'")
+                found = probe.run_nixl(metadata, deadline, self._peer_lost)
         if not found.is_usable:
             raise UnavailableError(f"{found.reason}. {found.remedy}")
         self._cuda_found = found
-        if kept is not None:
-            kept.close()
+        probe.close()
         return probe
 
-    def _kept(self) -> KeptMappings | None:
+    def _kept(self) -> PeerMemory | None:
         """For memory of a trainer on this machine; its own memory no process maps."""
-        return KeptMappings(self._device) if self._is_mappable and self._device != CPU else None
+        return PeerMemory(self._device) if self._is_mappable and self._device != CPU else None
 
     def _or_lost(self, error: UnavailableError, deadline: Deadline) -> WeightSyncError:
         """The death of the trainer explains more than what failed because of it."""
@@ -316,11 +354,21 @@ class P2pTarget(TargetEndpoint):
     def stream(self, deadline: Deadline, device: str = CPU) -> StreamTarget:
         if self._ring is None:
             message, _ = self._inbox.take((RING_KIND,), deadline)
-            landing_ring = LandingRing(self._agent, message, device, self._kept())
-            self._landing_ring = landing_ring
-            self._landing.land_in(landing_ring)
-            self._ring = RingTarget(self._inbox, landing_ring.memory, landing_ring.options)
+            ring = self._open_ring(message, device)
+            self._landing_ring = ring
+            self._landing.land_in(ring)
+            self._ring = RingTarget(self._inbox, ring.memory, ring.options)
         return self._ring
+
+    def _open_ring(self, message: Mapping[str, Any], device: str) -> MappedRing | LandingRing:
+        """Mapped, if it lies on a CUDA device of this machine and can be."""
+        is_mappable = self._is_mappable and self._way is DeviceWay.AUTO and device != CPU
+        if is_mappable and message.get("handle"):
+            try:
+                return MappedRing(message, device)
+            except TransportError as error:
+                _LOG.info("p2p: the trainer's ring cannot be mapped here: %s", error)
+        return LandingRing(self._agent, message, device, self._kept())
 
     def direct(self) -> DirectTarget:
         return self._direct
@@ -346,6 +394,7 @@ class P2pTarget(TargetEndpoint):
         self._agent.close()
         self._landing.close()
         self._direct.close()
+        self._ring = None  # a mapped one goes with the last slot that somebody holds
         for memory in (self._landing_ring, self._probe, self._cuda_probe):
             if memory is not None:
                 memory.close()

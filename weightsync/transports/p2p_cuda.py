@@ -9,11 +9,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
+from enum import StrEnum
 from typing import Final, NamedTuple
 
 from weightsync import native
-from weightsync.device_tables import cuda_errors, cuda_index
-from weightsync.errors import ProtocolError, UnavailableError
+from weightsync.device_tables import CudaCopy, cuda_errors, cuda_index
+from weightsync.errors import PeerLostError, ProtocolError, UnavailableError
+from weightsync.transports.cuda_allocations import Sharing
 from weightsync.transports.nixl_binding import Span
 from weightsync.types import RegionAddress
 
@@ -27,6 +29,13 @@ _NOT_EXPORTABLE: Final = (
     "through a ring (contract='stream'), or take that out of PYTORCH_CUDA_ALLOC_CONF (or "
     "PYTORCH_ALLOC_CONF) of the trainer"
 )
+
+
+class Key(NamedTuple):
+    """What names an allocation of a peer for good: its identity there, and its handle."""
+
+    id: int
+    handle: str
 
 
 class Allocation(NamedTuple):
@@ -50,12 +59,13 @@ def allocations_of(regions: Sequence[RegionAddress], device: str) -> list[Alloca
             if not region.num_bytes:
                 continue
             if region.ptr >= stop:
-                ptr, num_bytes, identity, is_exportable = native.extension.cuda_allocation(
+                ptr, num_bytes, identity, sharing = native.extension.cuda_allocation(
                     region.ptr, index
                 )
-                found.append(Allocation(Span(ptr, num_bytes, device), identity, is_exportable))
+                span, has_handle = Span(ptr, num_bytes, device), sharing == Sharing.HANDLE
+                found.append(Allocation(span, identity, has_handle))
                 stop = ptr + num_bytes
-            if region.ptr + region.num_bytes > stop:
+            if region.ptr + region.num_bytes > stop and found[-1].is_exportable:
                 raise UnavailableError(
                     f"region {region.region} on {device} reaches over the end of its allocation "
                     f"at {found[-1].span.ptr:#x}"
@@ -75,7 +85,7 @@ def are_current(allocations: Sequence[Allocation]) -> bool:
 
 
 def export_at(ptr: int, device: str) -> str:
-    """The handle of the allocation at an address for :class:`KeptMappings` on the other end."""
+    """The handle of the allocation at an address for :class:`PeerMemory` on the other end."""
     with cuda_errors(f"memory on {device}"):
         return native.extension.cuda_export(ptr, cuda_index(device)).hex()
 
@@ -85,45 +95,69 @@ def export(allocations: Sequence[Allocation]) -> list[str]:
     return [export_at(a.span.ptr, a.span.device) for a in allocations]
 
 
-class KeptMappings:
+class DeviceWay(StrEnum):
+    """How device memory of a trainer of this machine is reached."""
+
+    AUTO = "auto"  # mapped, and copied by one launch; where it cannot be mapped, NIXL
+    NIXL = "nixl"  # as between machines
+
+
+class PeerMemory:
     """A peer's allocations, mapped for as long as they are read.
 
-    UCX maps what it reads for each read anew, or (with its cache) for ever. While we hold a mapping of
-    our own, its mapping is a count; when we let go, the memory is the trainer's alone again.
+    What is mapped can be copied by one launch, whatever its number of tensors. It also makes NIXL's own
+    reads cheap: UCX maps what it reads for each read anew, or (with its cache) until the process ends;
+    while we hold a mapping, its mapping is a count. When we let go, the memory is the trainer's alone.
+
+    Nothing is unmapped under a copy of :meth:`run`.
     """
 
     def __init__(self, device: str) -> None:
         self._device = device
-        self._mapped: dict[str, int] = {}
+        self._mapped: dict[Key, int] = {}
         self._lock = threading.Lock()
         self._is_closed = False
 
-    def replace(self, handles: Sequence[str]) -> None:
-        """Map these, unmap all others. What cannot be mapped is read all the same, only slower."""
+    def replace(self, wanted: Sequence[Key]) -> bool:
+        """Map these, unmap all others; False if one cannot be mapped."""
         index = cuda_index(self._device)
-        wanted = set(handles)
+        keys = set(wanted)
         with self._lock:
             if self._is_closed:
-                return
-            self._unmap([h for h in self._mapped if h not in wanted])
-            for handle in wanted - self._mapped.keys():
+                raise PeerLostError("this end was closed")
+            # First: another allocation at the same address may have the same handle.
+            self._unmap([key for key in self._mapped if key not in keys])
+            for key in wanted:
+                if key in self._mapped:
+                    continue
                 try:
-                    mapped = native.extension.cuda_map(bytes.fromhex(handle), index)
+                    self._mapped[key] = native.extension.cuda_map(bytes.fromhex(key.handle), index)
                 except native.CudaError as error:
-                    _LOG.info("p2p: %s of the trainer is not kept mapped: %s", self._device, error)
-                    return
-                self._mapped[handle] = mapped
+                    _LOG.info("p2p: the trainer's memory cannot be mapped here: %s", error)
+                    return False
+        return True
 
-    def _unmap(self, handles: Sequence[str]) -> None:
+    def address_of(self, key: Key) -> int:
+        """Where an allocation is mapped."""
+        return self._mapped[key]
+
+    def run(self, copy: CudaCopy) -> None:
+        """A copy out of what is mapped."""
+        with self._lock:
+            if self._is_closed:
+                raise PeerLostError("this end was closed")
+            copy.run()
+
+    def _unmap(self, keys: Sequence[Key]) -> None:
         index = cuda_index(self._device)
-        for handle in handles:
+        for key in keys:
             try:
-                native.extension.cuda_unmap(self._mapped.pop(handle), index)
+                native.extension.cuda_unmap(self._mapped.pop(key), index)
             except native.CudaError:  # of an earlier kernel: the device is of no use any more
                 _LOG.exception("the trainer's memory was not unmapped")
 
     def close(self) -> None:
-        """Unmap everything. Idempotent."""
+        """Unmap everything, after a copy that runs. Idempotent."""
         with self._lock:
             self._is_closed = True
             self._unmap(list(self._mapped))

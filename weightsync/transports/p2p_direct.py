@@ -11,10 +11,11 @@ from typing import Any, Final
 import numpy as np
 
 from weightsync.deadline import Deadline
-from weightsync.device_tables import CPU, device_of, synchronize
+from weightsync.device_tables import CPU, CudaCopy, device_of, synchronize
 from weightsync.errors import ConfigError, ProtocolError, TransportError, UnavailableError
 from weightsync.faults import reach
 from weightsync.memory import PAGE_BYTES, merge_spans
+from weightsync.tables import DigestRows
 from weightsync.transports.base import Descriptor, DirectSource, DirectTarget, PreparedRead, Table
 from weightsync.transports.link import Inbox, Link, check_fields
 from weightsync.transports.nixl_agent import Agent
@@ -22,7 +23,9 @@ from weightsync.transports.nixl_binding import Span
 from weightsync.transports.nixl_reads import reads_of
 from weightsync.transports.p2p_cuda import (
     Allocation,
-    KeptMappings,
+    DeviceWay,
+    Key,
+    PeerMemory,
     allocations_of,
     are_current,
     check_exportable,
@@ -46,8 +49,8 @@ _DESCRIPTOR_FIELDS: Final = {
 }  # fmt: skip
 
 
-#: One H200: a descriptor of a read within a device, and the segment copy.
-_OP_S: Final = 5.5e-6
+#: One H200: a descriptor of a read within a device (with thousands of allocations), the segment copy.
+_OP_S: Final = 12e-6
 UNPACK_BYTES_PER_S: Final = 2.0e12
 
 
@@ -184,7 +187,7 @@ class P2pDirectSource(DirectSource):
             if self._link is not None:
                 self._announce(self._link)
         reach("direct.published")
-        return dict(self._descriptor)
+        return self._descriptor  # the same object while nothing changes
 
     def withdraw(self) -> None:
         reach("direct.withdraw")
@@ -232,6 +235,10 @@ class _Published:
         """Of the source's spans, by the source's number."""
         return self.spans[0].device if self.spans else CPU
 
+    @property
+    def keys(self) -> list[Key]:
+        return [Key(i, h) for i, h in zip(self.allocations, self.handles, strict=True)]
+
     @classmethod
     def parse(cls, descriptor: Descriptor, endpoint: str) -> _Published:
         what = "direct descriptor"
@@ -248,8 +255,11 @@ class _Published:
         ids = [row[0] for row in unpack(fields["allocations"], 1, f"{what}, 'allocations'")]
         if len({row[0] for row in regions}) != len(regions):
             raise ProtocolError(f"{what}: a region is listed twice")
-        if ids and len(ids) != len(spans):
-            raise ProtocolError(f"{what}: {len(ids)} allocations for {len(spans)} spans")
+        handles = parse_handles(fields["handles"], f"{what}, 'handles'")
+        if len(ids) not in (0, len(spans)) or len(handles) != len(ids):
+            raise ProtocolError(
+                f"{what}: {len(ids)} allocations with {len(handles)} handles for {len(spans)} spans"
+            )
         if len({row[-1] for row in spans}) > 1:
             raise ProtocolError(f"{what}: its spans lie on several devices")
         return cls(
@@ -257,7 +267,7 @@ class _Published:
             tuple(RegionAddress(r, ptr, size, devices[d]) for r, ptr, size, d in regions),
             tuple(Span(ptr, size, devices[d]) for ptr, size, d in spans),
             tuple(ids),
-            tuple(parse_handles(fields["handles"], f"{what}, 'handles'")),
+            tuple(handles),
             unpack_bytes(fields["agent"], f"{what}, 'agent'"),
         )
 
@@ -267,12 +277,13 @@ class _Opened:
     published: _Published
     local: tuple[RegionAddress, ...]
     device: str  # of what is local
+    is_mapped: bool  # the trainer's memory, here
 
 
 @dataclass(frozen=True, slots=True)
 class _State:
     opened: _Opened
-    read: Callable[[Deadline], None]
+    read: Callable[[Deadline], float | None]  # seconds of the device, where its clock tells
     num_reads: int
 
 
@@ -286,10 +297,12 @@ class P2pDirectTarget(DirectTarget):
         inbox: Inbox,
         lost: Callable[[], str | None],
         max_bytes: int | None,
-        kept: KeptMappings | None = None,
+        kept: PeerMemory | None = None,
+        way: DeviceWay = DeviceWay.AUTO,
     ) -> None:
         """``kept`` is for a trainer of this machine whose CUDA memory can be mapped."""
         self._kept = kept
+        self._way = way
         self._agent = agent
         self._endpoint = endpoint
         self._inbox = inbox
@@ -321,18 +334,33 @@ class P2pDirectTarget(DirectTarget):
             device = device_of(where, "the engine")
             _check_pair(published, where, device)
             self._opened = None
+            is_mapped = old is not None and old.is_mapped
             if old is None or old.published != published:
-                self._learn(published)
+                is_mapped = self._reach(published)
             if device == CPU:  # on a device only what is read into straight
                 self._registered.replace(where)
-            self._opened = _Opened(published, where, device)
+            self._opened = _Opened(published, where, device, is_mapped)
         return {region.region: region.ptr for region in published.regions}
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether reads of what is open are copies out of mapped memory."""
+        return self._opened is not None and self._opened.is_mapped
+
+    def _reach(self, published: _Published) -> bool:
+        """True if all of it was mapped, False if NIXL reads it."""
+        is_mapped = False
+        if self._kept is not None and published.handles:
+            is_mapped = self._kept.replace(published.keys)
+            if is_mapped and self._way is DeviceWay.AUTO:
+                return True
+        self._learn(published)
+        return False
 
     def _parse(self, descriptor: Descriptor) -> _Published:
         """The same descriptor comes with every update, and may tell of ten thousands of regions."""
-        if self._parsed is None or self._parsed[0] != descriptor:
-            published = _Published.parse(descriptor, self._endpoint)
-            self._parsed = (dict(descriptor), published)
+        if self._parsed is None or self._parsed[0] is not descriptor:
+            self._parsed = (descriptor, _Published.parse(descriptor, self._endpoint))
         return self._parsed[1]
 
     def _learn(self, published: _Published) -> None:
@@ -341,12 +369,10 @@ class P2pDirectTarget(DirectTarget):
         if any(self._known.get(span, number) != number for span, number in ids.items()):
             self._agent.forget_peer()
             self._known.clear()
-        if self._kept is not None:
-            self._kept.replace(published.handles)
         self._agent.load_peer(published.metadata, published.spans)
         self._known |= ids
 
-    def prepare(self, table: Table) -> PreparedRead:
+    def prepare(self, table: Table, digests: DigestRows | None = None) -> PreparedRead:
         opened = self._opened
         if opened is None:
             raise ConfigError("nothing was opened to read from")
@@ -355,16 +381,40 @@ class P2pDirectTarget(DirectTarget):
         check_sources(rows, [(r.ptr, r.num_bytes) for r in sources])
         check_targets(rows, [(r.ptr, r.num_bytes) for r in targets])
         num_bytes = table_bytes(rows)
+        make = self._host_state
         if opened.device != CPU:
-            return PreparedRead(rows, num_bytes, self._device_state(opened, rows, num_bytes))
+            make = self._mapped_state if opened.is_mapped else self._device_state
+        return PreparedRead(rows, num_bytes, make(opened, rows, num_bytes))
+
+    def _host_state(self, opened: _Opened, rows: Table, num_bytes: int) -> _State:
         reads = reads_of(rows)
         if not len(reads):
-            return PreparedRead(rows, num_bytes, _State(opened, lambda deadline: None, 0))
+            return _State(opened, lambda deadline: None, 0)
         transfer = self._agent.prepare(reads, CPU, CPU)
         run: Callable[[Deadline], None] = lambda deadline: self._agent.read(  # noqa: E731
             transfer, deadline, self._lost
         )
-        return PreparedRead(rows, num_bytes, _State(opened, run, len(transfer.reads)))
+        return _State(opened, run, len(transfer.reads))
+
+    def _mapped_state(self, opened: _Opened, rows: Table, num_bytes: int) -> _State:
+        """One launch out of the trainer's memory, by our addresses of it."""
+        kept, published = self._kept, opened.published
+        if kept is None:
+            raise ConfigError("nothing was mapped to read from")
+        starts = np.array([span.ptr for span in published.spans], dtype=np.int64)
+        shift = np.array([kept.address_of(key) for key in published.keys], dtype=np.int64) - starts
+        rows = rows.copy()
+        if len(rows):
+            order = np.argsort(starts)
+            at = np.searchsorted(starts[order], rows[:, 0], side="right") - 1
+            rows[:, 0] += shift[order][at]
+        copy = CudaCopy(rows, opened.device)
+
+        def run(deadline: Deadline) -> float:
+            kept.run(copy)
+            return copy.device_s
+
+        return _State(opened, run, 1)
 
     def _device_state(self, opened: _Opened, rows: Table, num_bytes: int) -> _State:
         published = opened.published
@@ -384,7 +434,8 @@ class P2pDirectTarget(DirectTarget):
         if any(piece.is_chunk for piece in pieces):
             landing = self._chunks_of(limits.chunk_bytes, opened.device)
         read = DeviceRead(self._agent, pieces, landing, published.device, opened.device)
-        return _State(opened, lambda deadline: read.run(deadline, self._lost), read.num_reads)
+        run: Callable[[Deadline], None] = lambda deadline: read.run(deadline, self._lost)  # noqa: E731
+        return _State(opened, run, read.num_reads)
 
     def _chunks_of(self, chunk_bytes: int, device: str) -> LandingChunks:
         if chunk_bytes not in self._chunks:
@@ -419,7 +470,7 @@ class P2pDirectTarget(DirectTarget):
             self._let_go()
             raise
         deadline.check()
-        state.read(deadline)
+        prepared.device_s = state.read(deadline)
         self._board.refresh()
         self._board.check(epoch)  # withdrawn meanwhile: what was read may be torn
         self._inbox.check()  # the number of a process that ended may belong to another by now

@@ -18,7 +18,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 
@@ -35,12 +35,13 @@ from weightsync.errors import (
 from weightsync.memory import HostMemory
 from weightsync.transports.base import RingOptions, SlotHeader
 from weightsync.transports.channel import Channel
+from weightsync.transports.cuda_mapping import MappedMemory
 from weightsync.transports.frames import Frame, close_fds
 from weightsync.transports.link import check_fields
 from weightsync.transports.nixl_agent import Agent
 from weightsync.transports.nixl_binding import Span, Transfer
 from weightsync.transports.nixl_reads import Reads
-from weightsync.transports.p2p_cuda import KeptMappings, export_at, parse_handles
+from weightsync.transports.p2p_cuda import Key, PeerMemory, export_at, parse_handles
 from weightsync.transports.p2p_direct import unpack_bytes
 from weightsync.transports.ring import ring_bytes, stride_bytes
 
@@ -71,6 +72,38 @@ def ring_frame(options: RingOptions, memory: Memory, agent: Agent) -> dict[str, 
     }
 
 
+class Ring(Protocol):
+    """The slots of a remote ring, readable here."""
+
+    options: RingOptions
+
+    def transfer(self, index: int, header: SlotHeader) -> Transfer | None:
+        """What must be read before a slot is readable, if anything."""
+
+
+def ring_handle(fields: Mapping[str, Any]) -> str:
+    """Of a ring on a CUDA device. Raises :class:`ProtocolError`."""
+    return parse_handles([fields.get("handle")], "frame 'ring', 'handle'")[0]
+
+
+class MappedRing:
+    """A remote ring on a CUDA device of this machine, mapped: slots are readable where they are."""
+
+    def __init__(self, message: Mapping[str, Any], device: str) -> None:
+        """Raises :class:`TransportError` where it cannot be mapped."""
+        fields = check_fields(message, _RING_FIELDS, "frame 'ring'")
+        self.options = RingOptions(fields["num_slots"], fields["slot_bytes"], device)
+        handle = bytes.fromhex(ring_handle(fields))
+        self.memory = MappedMemory(handle, ring_bytes(self.options), device)
+
+    def transfer(self, index: int, header: SlotHeader) -> Transfer | None:
+        return None
+
+    def close(self) -> None:
+        """Unmapped with the last slot that somebody holds."""
+        self.memory.close()
+
+
 class LandingRing:
     """A remote ring and the local slots of the same shape, on a device of the same kind."""
 
@@ -79,7 +112,7 @@ class LandingRing:
         agent: Agent,
         message: Mapping[str, Any],
         device: str,
-        kept: KeptMappings | None = None,
+        kept: PeerMemory | None = None,
     ) -> None:
         """``kept`` is for a trainer of this machine whose CUDA memory can be mapped."""
         fields = check_fields(message, _RING_FIELDS, "frame 'ring'")
@@ -100,7 +133,7 @@ class LandingRing:
         self._kept = kept
         try:
             if kept is not None and device != CPU:
-                kept.replace(parse_handles([fields["handle"]], "frame 'ring'"))
+                kept.replace([Key(0, ring_handle(fields))])
             agent.register([Span(self.memory.ptr, num_bytes, device)])
             agent.load_peer(
                 unpack_bytes(fields["agent"], "frame 'ring', 'agent'"),
@@ -155,7 +188,7 @@ class Landing:
         self._lost = lost
         self._arrived: queue.SimpleQueue[Frame | WeightSyncError] = queue.SimpleQueue()
         self._pending: deque[dict[str, Any]] = deque()
-        self._ring: LandingRing | None = None
+        self._ring: Ring | None = None
         self._stop = CancelToken()
         self._pause = CancelToken()
         self._is_quiet = threading.Event()
@@ -215,7 +248,7 @@ class Landing:
 
     # -- the ring -------------------------------------------------------------------------------
 
-    def land_in(self, ring: LandingRing) -> None:
+    def land_in(self, ring: Ring) -> None:
         """From here on slots are read into this ring."""
         self._ring = ring
 
@@ -270,7 +303,7 @@ class Landing:
                     self._pending.clear()  # all of an older generation: nobody will look at them
                 self._arrived.put((message, fds))
 
-    def _land(self, ring: LandingRing) -> None:
+    def _land(self, ring: Ring) -> None:
         message = self._pending[0]
         self._is_quiet.clear()
         try:

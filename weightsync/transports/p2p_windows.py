@@ -174,12 +174,13 @@ class _Windows:
         size[self.is_plain] = self.plain.num_bytes[self.index[self.is_plain]]
         num_segments = self._ends - self.first
         useful = np.add.reduceat(size, self.first)
-        can = np.logical_and.reduceat(self.is_plain, self.first)
+        can: npt.NDArray[np.bool_] = np.logical_and.reduceat(self.is_plain, self.first)
         # As windows: one descriptor each, a pass over the stretch and another over what is useful.
         num_bytes = self.high - self.low
         cpu_s = len(self) * costs.op_s
         device_s = (num_bytes / costs.wire_bytes_per_s + useful / costs.unpack_bytes_per_s).sum()
-        chosen = can & (num_segments == 1)  # a window of its own costs the same descriptor
+        # A window for one segment costs the same descriptor.
+        chosen: npt.NDArray[np.bool_] = can & (num_segments == 1)
         saved = (num_bytes - useful) / costs.wire_bytes_per_s + useful / costs.unpack_bytes_per_s
         device_s -= saved[chosen].sum()
         worth = np.where(can & ~chosen, saved / num_segments, -1.0)

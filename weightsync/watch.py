@@ -1,0 +1,70 @@
+"""Whether tensors, and the module that holds them, are still the very same and where they were.
+
+A model may have tens of thousands of small tensors, and this is asked at every refit, so the questions
+are put to all of them at once: no line of Python runs for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from enum import Enum
+from itertools import chain
+from operator import attrgetter, getitem, is_, methodcaller
+from typing import Any
+
+
+class Look(Enum):
+    """How closely to look."""
+
+    IDENTITY = "identity"  # the module holds the same tensor objects
+    EVERYTHING = "everything"  # and each has its pointer, shape, strides and dtype
+
+
+_ASKED = (
+    methodcaller("data_ptr"), attrgetter("shape"), methodcaller("stride"), attrgetter("dtype"),
+    methodcaller("storage_offset"), methodcaller("is_conj"), methodcaller("is_neg"),
+)  # fmt: skip
+
+
+def where(tensors: Iterable[Any]) -> list[list[Any]]:
+    """Where torch tensors lie and how they are looked at: equal for the same views of the same
+    memory."""
+    listed = list(tensors)
+    return [list(map(ask, listed)) for ask in _ASKED]
+
+
+class ModuleWatch:
+    """A ``torch.nn.Module`` and all that hangs in it: submodules, parameters and buffers."""
+
+    def __init__(self, module: Any) -> None:
+        modules = list(module.modules())
+        self._children = [m._modules for m in modules if m._modules]
+        self._held = [h for m in modules for h in (m._parameters, m._buffers) if h]
+        # Dictionaries that are empty now must stay so: as one number, to look at them cheaply.
+        self._empty = [h for m in modules for h in (m._modules, m._parameters, m._buffers) if not h]
+        self._submodules = list(self._listed(self._children))
+        self._keys = list(chain.from_iterable(self._held))
+        self._owners = [h for h in self._held for _ in h]
+        self._objects = list(self._listed(self._held))
+        self._tensors = [t for t in self._objects if t is not None]
+        self._where = where(self._tensors)
+
+    @staticmethod
+    def _listed(dicts: Sequence[dict[str, Any]]) -> Iterable[Any]:
+        return chain.from_iterable(map(dict.values, dicts))
+
+    def has_changed(self, look: Look) -> bool:
+        """Whether anything was replaced, added or removed, or (everything) has moved."""
+        if any(self._empty) or sum(map(len, self._held)) != len(self._objects):
+            return True
+        submodules = list(self._listed(self._children))
+        if len(submodules) != len(self._submodules):
+            return True
+        try:
+            now = map(getitem, self._owners, self._keys)
+            is_same = all(map(is_, now, self._objects))
+        except KeyError:
+            return True
+        if not is_same or not all(map(is_, submodules, self._submodules)):
+            return True
+        return look is Look.EVERYTHING and where(self._tensors) != self._where
