@@ -48,6 +48,7 @@ __all__ = [
     "memcpy_bytes",
     "prefault",
     "read_process_segments",
+    "same_objects",
 ]
 
 Int64Array = npt.NDArray[np.int64]
@@ -105,6 +106,11 @@ if _built_columns != (len(SEGMENT_COLUMNS), len(DIGEST_COLUMNS)):
         "weightsync._native was built from other sources than weightsync/native.py; "
         "rebuild it with: pip install ."
     )
+
+
+def same_objects(left: list[Any], right: list[Any]) -> bool:
+    """Whether two lists hold the very same objects in the same order; none of them is called."""
+    return _native.same_objects(left, right)
 
 
 class CancelFlag:

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from enum import Enum
 from itertools import chain
-from operator import attrgetter, getitem, is_, methodcaller
+from operator import attrgetter, methodcaller
 from typing import Any
+
+from weightsync.native import same_objects
 
 
 class Look(Enum):
@@ -44,7 +46,6 @@ class ModuleWatch:
         self._empty = [h for m in modules for h in (m._modules, m._parameters, m._buffers) if not h]
         self._submodules = list(self._listed(self._children))
         self._keys = list(chain.from_iterable(self._held))
-        self._owners = [h for h in self._held for _ in h]
         self._objects = list(self._listed(self._held))
         self._tensors = [t for t in self._objects if t is not None]
         self._where = where(self._tensors)
@@ -55,16 +56,12 @@ class ModuleWatch:
 
     def has_changed(self, look: Look) -> bool:
         """Whether anything was replaced, added or removed, or (everything) has moved."""
-        if any(self._empty) or sum(map(len, self._held)) != len(self._objects):
-            return True
-        submodules = list(self._listed(self._children))
-        if len(submodules) != len(self._submodules):
-            return True
-        try:
-            now = map(getitem, self._owners, self._keys)
-            is_same = all(map(is_, now, self._objects))
-        except KeyError:
-            return True
-        if not is_same or not all(map(is_, submodules, self._submodules)):
+        is_same = (
+            not any(self._empty)
+            and same_objects(list(self._listed(self._children)), self._submodules)
+            and same_objects(list(self._listed(self._held)), self._objects)
+            and list(chain.from_iterable(self._held)) == self._keys
+        )
+        if not is_same:
             return True
         return look is Look.EVERYTHING and where(self._tensors) != self._where
