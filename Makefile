@@ -37,6 +37,7 @@ format: $(VENV)/.ready-lint
 	find csrc -name '*.cpp' -o -name '*.hpp' -o -name '*.cu' | xargs $(BIN)/clang-format -i
 
 wheel: wheel-venv
+	rm -f dist/weightsync-*.whl
 	$(WHEEL_VENV)/bin/pip wheel --quiet --no-deps --wheel-dir dist . -C build-dir=build/wheel \
 	  -C cmake.define.WEIGHTSYNC_CUDA=ON \
 	  -C "cmake.define.CMAKE_CUDA_ARCHITECTURES=$(CUDA_ARCHITECTURES)"
