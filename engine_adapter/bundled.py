@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from engine_adapter.base import Fingerprint
-from engine_adapter.core.model import DecoderModel
+from engine_adapter.base import Fingerprint, StepGate
+from engine_adapter.core.engine import Engine
 from engine_adapter.core.slots import PlacedView, Slot
 from weightsync.deadline import Deadline
 from weightsync.device_tables import device_of, synchronize
@@ -27,43 +27,20 @@ from weightsync.types import PauseMode, RegionAddress, SlotKind
 _DIGEST_THREADS = 2
 
 
-class ServingEngine(Protocol):
-    """What the adapter needs of an engine; :class:`engine_adapter.core.engine.Engine` is one.
+class BundledAdapter:
+    """One rank of the bundled core as an :class:`EngineAdapter`. Seals the model's slots.
 
-    Every method may be called from any thread.
+    A pause of the user's own is left as it is: an update neither needs nor ends it.
     """
 
-    model: DecoderModel
-
-    def step_gate(self, limit_s: float = 600.0) -> AbstractContextManager[None]:
-        """Around one step: waits while paused, refuses while tainted."""
-        ...
-
-    def pause(self, mode: PauseMode, deadline: Deadline) -> None:
-        """Return at a step boundary, after which no step starts; requests go as ``mode`` says.
-        On a raised error the engine goes on."""
-        ...
-
-    def resume(self) -> None: ...
-
-    def refuse(self, reason: str | None) -> None: ...
-
-    def flush_cache(self) -> None: ...
-
-    def set_version(self, version: Version) -> None:
-        """Label what is computed from now on; paused."""
-        ...
-
-
-class BundledAdapter:
-    """One rank of the bundled core as an :class:`EngineAdapter`. Seals the model's slots."""
-
-    def __init__(self, engine: ServingEngine) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.version: Version | None = None
+        self.gate = StepGate()
         self._slots = engine.model.slots
         if not self._slots.is_sealed:
-            self._slots.seal(engine.model)
+            self._slots.add_constant("kv_cache.keys", engine.cache.keys)
+            self._slots.add_constant("kv_cache.values", engine.cache.values)
+            self._slots.seal((engine.model, engine.cache))
         shards = engine.model.shards
         self._layout = self._slots.layout(shards.rank, shards.world_size)
         self._addresses = self._slots.addresses()
@@ -72,8 +49,13 @@ class BundledAdapter:
         self._digests: dict[tuple[str, ...], DigestTable] = {}
 
     def step(self, limit_s: float = 600.0) -> AbstractContextManager[None]:
-        """Around whatever reads weights outside the engine's own steps."""
-        return self.engine.step_gate(limit_s)
+        """Around whatever reads weights outside the engine's own steps. See
+        :meth:`StepGate.step`."""
+        return self.gate.step(limit_s)
+
+    @property
+    def version(self) -> Version | None:
+        return self.engine.version
 
     # --- updating -----------------------------------------------------------------------------------
 
@@ -102,7 +84,6 @@ class BundledAdapter:
         synchronize(self._device)
         self._slots.refresh(self._scope)
         self._scope = None
-        self.version = version
         self.engine.set_version(version)
 
     def abort(self) -> None:
@@ -124,17 +105,22 @@ class BundledAdapter:
     # --- running ------------------------------------------------------------------------------------
 
     def pause(self, mode: PauseMode, deadline: Deadline) -> None:
-        self.engine.pause(mode, deadline)
+        """No step is running or will start; requests in flight go as ``mode`` says."""
+        self.gate.pause(deadline)
         try:
+            self.engine.hold(mode, limit_s=max(deadline.remaining_s(), 0.001))
             synchronize(self._device)
         except BaseException:
-            self.engine.resume()
+            self.resume()
             raise
 
     def resume(self) -> None:
-        self.engine.resume()
+        self.engine.release()
+        self.gate.resume()
 
     def refuse(self, reason: str | None) -> None:
+        """Requests fail by name with the reason, new ones are refused."""
+        self.gate.refuse(reason)
         self.engine.refuse(reason)
 
     def flush_cache(self) -> None:

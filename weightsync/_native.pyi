@@ -39,6 +39,9 @@ def attend_paged(
     pointers: Sequence[int],
     num_threads: int,
 ) -> None: ...
+def multiply_rows(
+    dtype: int, sizes: Sequence[int], pointers: Sequence[int], num_threads: int
+) -> None: ...
 def sample_tokens(
     scores_ptr: int,
     num_rows: int,

@@ -18,12 +18,13 @@ from typing import Any, Self, TypeVar
 import torch
 
 from engine_adapter.core.boundary import StepBoundary
-from engine_adapter.core.engine_config import EngineConfig, build_attention
+from engine_adapter.core.engine_config import AttentionKind, EngineConfig, build_attention
 from engine_adapter.core.kv_cache import KvCache, KvShape
 from engine_adapter.core.ledger import Ledger
 from engine_adapter.core.model import DecoderModel
 from engine_adapter.core.pages import WeightVersion
 from engine_adapter.core.parallel import ALONE, Group
+from engine_adapter.core.products import Products
 from engine_adapter.core.request import FinishReason, Request, RequestOutput
 from engine_adapter.core.request_builder import Prompt, RequestBuilder
 from engine_adapter.core.runner import ModelRunner
@@ -84,6 +85,7 @@ class Engine:
         self._ledger = Ledger(self.scheduler)
         self._refusal: str | None = None
         self._agreed_refusal: str | None = None  # of any rank, as of this step
+        self._is_held = False
         self._thread: threading.Thread | None = None
         self._is_stopping = False
 
@@ -113,6 +115,7 @@ class Engine:
             max_positions=config.max_context,
             shards=shards,
             group=group,
+            products=_products_for(config.attention),
         )
         tokenizer = load_tokenizer(path, model.config.bos_token_id)
         return cls(model, config, tokenizer=tokenizer, group=group)
@@ -217,6 +220,27 @@ class Engine:
         self.at_boundary(self.scheduler.resume)
         self._boundary.wake()
 
+    def hold(self, mode: PauseMode, *, limit_s: float = 60.0) -> None:
+        """As :meth:`pause`, for whoever changes weights: only :meth:`release` ends it.
+
+        A pause of the user's own is another matter: it may come and go meanwhile, and stays.
+        """
+
+        def act() -> None:
+            was_paused = self.scheduler.is_paused
+            self._ledger.pause(mode)
+            self.scheduler.is_paused = was_paused
+            self._is_held = True
+
+        self.at_boundary(act, limit_s=limit_s)
+
+    def release(self) -> None:
+        """End :meth:`hold`; harmless when nothing is held."""
+        self.at_boundary(self._let_go)
+
+    def _let_go(self) -> None:
+        self._is_held = False
+
     def flush_cache(self) -> int:
         """Forget cached prefixes; returns their pages. Refused while requests hold KV."""
         return self.at_boundary(self.scheduler.flush_cache)
@@ -247,7 +271,7 @@ class Engine:
             if refusal is not None:
                 self._ledger.fail_all(_refused(refusal))
                 return False
-            plan = self.scheduler.plan()
+            plan = None if self._is_held else self.scheduler.plan()
             if plan is None:
                 return False
             self._run(plan)
@@ -373,6 +397,11 @@ class Engine:
             raise
         self.scheduler.complete(plan)
         self._ledger.take(plan, results)
+
+
+def _products_for(attention: AttentionKind) -> Products:
+    """The oracle's bits are transformers' only if torch computes the products as well."""
+    return Products.TORCH if attention is AttentionKind.REFERENCE else Products.AUTO
 
 
 def _refused(reason: str) -> str:

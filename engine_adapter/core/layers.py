@@ -13,20 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine_adapter.core.batch import padded_rows
 from engine_adapter.core.parallel import Group
-
-
-def linear(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``states @ weight.T + bias`` with rows padded, so that a row's bits depend on no other.
-
-    states [R, in], weight [out, in], bias [out] -> [R, out].
-    """
-    num_rows = states.shape[0]
-    missing = padded_rows(num_rows) - num_rows
-    if not missing:
-        return F.linear(states, weight, bias)
-    return F.linear(F.pad(states, (0, 0, 0, missing)), weight, bias)[:num_rows]
+from engine_adapter.core.products import Product
 
 
 def rms_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -42,12 +30,19 @@ def gated(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def row_parallel(states: Tensor, weight: Tensor, bias: Tensor | None, group: Group) -> Tensor:
-    """A product whose input columns are split over the group; the bias is added once."""
-    if group.size == 1:
-        return linear(states, weight, bias)
-    total = group.sum_in_order(linear(states, weight))
-    return total if bias is None else total + bias
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Who computes products, and with whom their parts are added."""
+
+    product: Product
+    group: Group
+
+    def row_parallel(self, states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """A product whose input columns are split over the group; the bias is added once."""
+        if self.group.size == 1:
+            return self.product(states, weight, bias)
+        total = self.group.sum_in_order(self.product(states, weight))
+        return total if bias is None else total + bias
 
 
 class Mlp(Protocol):
@@ -66,11 +61,11 @@ class DenseMlp:
     down: Tensor
     gate_up_bias: Tensor | None
     down_bias: Tensor | None
-    group: Group
+    compute: Compute
 
     def forward(self, states: Tensor) -> Tensor:
-        inner = gated(linear(states, self.gate_up, self.gate_up_bias))
-        return row_parallel(inner, self.down, self.down_bias, self.group)
+        inner = gated(self.compute.product(states, self.gate_up, self.gate_up_bias))
+        return self.compute.row_parallel(inner, self.down, self.down_bias)
 
 
 @dataclass(slots=True)

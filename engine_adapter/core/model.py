@@ -15,16 +15,16 @@ from engine_adapter.core.config import ModelConfig, read_config
 from engine_adapter.core.kv_cache import KvCache
 from engine_adapter.core.layers import (
     AttentionWeights,
+    Compute,
     DenseMlp,
     Layer,
     Mlp,
-    linear,
     rms_norm,
-    row_parallel,
 )
 from engine_adapter.core.loader import checkpoint_dtype, load_weights
 from engine_adapter.core.moe import ExpertsMlp
 from engine_adapter.core.parallel import ALONE, Group
+from engine_adapter.core.products import Products, choose_product, parse_products
 from engine_adapter.core.rope import fill_tables, rotate
 from engine_adapter.core.shards import Shards
 from engine_adapter.core.slots import SlotTable
@@ -42,7 +42,8 @@ _REMEDY = "use dtype='bfloat16', a smaller model, or more ranks (tp_size)"
 class DecoderModel:
     """One rank of a decoder; its weights are uninitialised until slots are written.
 
-    ``max_positions`` bounds the context (default: what the configuration allows). Raises
+    ``max_positions`` bounds the context (default: what the configuration allows); ``products`` says
+    who computes matrix products: bits equal transformers' with ``torch`` alone. Raises
     :class:`ConfigError` if the model cannot be split as ``shards`` says, and
     :class:`CapacityError` if its weights do not fit.
     """
@@ -56,6 +57,7 @@ class DecoderModel:
         max_positions: int | None = None,
         shards: Shards | None = None,
         group: Group = ALONE,
+        products: Products | str = Products.AUTO,
     ) -> None:
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
         self.shards = Shards() if shards is None else shards
@@ -64,8 +66,9 @@ class DecoderModel:
                 f"rank {self.shards.rank} of {self.shards.world_size} over a group whose rank "
                 f"{group.rank} of {group.size} this is"
             )
-        self.tp_group = group if self.shards.tp_size > 1 else ALONE
-        self.ep_group = group
+        product = choose_product(parse_products(products), dtype, self.device)
+        self._dense = Compute(product, group if self.shards.tp_size > 1 else ALONE)
+        self._sparse = Compute(product, group)
         self.max_positions = _positions(config, max_positions)
         specs = storage_specs(config, self.shards)
         storages = _allocate(specs, dtype, self.device)
@@ -86,6 +89,7 @@ class DecoderModel:
         max_positions: int | None = None,
         shards: Shards | None = None,
         group: Group = ALONE,
+        products: Products | str = Products.AUTO,
     ) -> DecoderModel:
         """Build from a Hugging Face directory and load this rank's share of its weights.
 
@@ -98,7 +102,13 @@ class DecoderModel:
         if word not in DTYPES:
             raise ConfigError(f"dtype {word!r} is not served; known: auto, {', '.join(DTYPES)}")
         model = cls(
-            config, DTYPES[word], device, max_positions=max_positions, shards=shards, group=group
+            config,
+            DTYPES[word],
+            device,
+            max_positions=max_positions,
+            shards=shards,
+            group=group,
+            products=products,
         )
         load_weights(path, model.slots, config)
         model.slots.refresh()
@@ -143,11 +153,11 @@ class DecoderModel:
                 first_expert=self.shards.ep_range(experts.num_experts)[0],
                 top_k=experts.top_k,
                 is_normalised=experts.is_normalised,
-                group=self.ep_group,
+                compute=self._sparse,
             )
         else:
             mlp = DenseMlp(
-                get("gate_up"), get("down"), find("gate_up_bias"), find("down_bias"), self.tp_group
+                get("gate_up"), get("down"), find("gate_up_bias"), find("down_bias"), self._dense
             )
         return Layer(get("input_norm"), attention, get("post_norm"), mlp)
 
@@ -180,26 +190,26 @@ class DecoderModel:
             query, key, value = self._heads(layer.attention, normed, cos, sin)
             mixed = attention.attend(i, query, key, value, batch, cache)
             weights = layer.attention
-            states = states + row_parallel(mixed, weights.o, weights.o_bias, self.tp_group)
+            states = states + self._dense.row_parallel(mixed, weights.o, weights.o_bias)
             normed = rms_norm(states, layer.post_norm, eps)
             states = states + layer.mlp.forward(normed)
         return self._logits(states[batch.logit_rows])
 
     def _embed(self, token_ids: Tensor) -> Tensor:
-        if self.tp_group.size == 1:
+        if self._dense.group.size == 1:
             return self.embed_tokens[token_ids]
         first, last = self.shards.tp_range(self.config.vocab_size)
         is_here = (token_ids >= first) & (token_ids < last)
         rows = self.embed_tokens[torch.where(is_here, token_ids - first, 0)]
         # One rank has the row and all others add zero: exact.
-        return self.tp_group.sum_in_order(rows * is_here[:, None])
+        return self._dense.group.sum_in_order(rows * is_here[:, None])
 
     def _heads(
         self, weights: AttentionWeights, states: Tensor, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value [R, heads, head_dim] of this rank, normed and rotated."""
         size, num_heads, num_kv_heads = self.config.head_dim, self.num_heads, self.num_kv_heads
-        fused = linear(states, weights.qkv, weights.qkv_bias)
+        fused = self._dense.product(states, weights.qkv, weights.qkv_bias)
         fused = fused.view(fused.shape[0], -1, size)
         query, key, value = torch.split(fused, [num_heads, num_kv_heads, num_kv_heads], dim=1)
         if weights.q_norm is not None and weights.k_norm is not None:
@@ -209,8 +219,8 @@ class DecoderModel:
 
     def _logits(self, states: Tensor) -> Tensor:
         normed = rms_norm(states, self.norm, self.config.norm_eps)
-        widths = self._vocabulary_widths()
-        return self.tp_group.join_columns(linear(normed, self.lm_head), widths)
+        logits = self._dense.product(normed, self.lm_head)
+        return self._dense.group.join_columns(logits, self._vocabulary_widths())
 
     def _vocabulary_widths(self) -> list[int]:
         vocab, size = self.config.vocab_size, self.shards.tp_size

@@ -7,18 +7,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine_adapter.core.layers import gated, linear
-from engine_adapter.core.parallel import Group
+from engine_adapter.core.layers import Compute, gated
+from engine_adapter.core.products import Product
 
 
 def route(
-    states: Tensor, router: Tensor, top_k: int, *, is_normalised: bool
+    states: Tensor, router: Tensor, top_k: int, *, is_normalised: bool, product: Product
 ) -> tuple[Tensor, Tensor]:
     """(weights [R, top_k] in the model's dtype, experts int64 [R, top_k]) of each row.
 
     Softmax in fp32 over logits of the model's dtype, rounded after normalising.
     """
-    logits = linear(states, router)
+    logits = product(states, router)
     weights, experts = torch.topk(torch.softmax(logits, dim=-1, dtype=torch.float), top_k, dim=-1)
     if is_normalised:
         weights = weights / weights.sum(dim=-1, keepdim=True)
@@ -39,12 +39,15 @@ class ExpertsMlp:
     first_expert: int
     top_k: int
     is_normalised: bool
-    group: Group
+    compute: Compute
 
     def forward(self, states: Tensor) -> Tensor:
         """Each row adds up its experts in ascending order, rounding after each, wherever the other
         rows go: so does transformers, and so a row's bits depend on no other."""
-        weights, experts = route(states, self.router, self.top_k, is_normalised=self.is_normalised)
+        product, group = self.compute.product, self.compute.group
+        weights, experts = route(
+            states, self.router, self.top_k, is_normalised=self.is_normalised, product=product
+        )
         picks = experts.flatten()
         order = torch.argsort(picks, stable=True)
         counts = torch.bincount(picks, minlength=self.router.shape[0]).tolist()
@@ -54,8 +57,8 @@ class ExpertsMlp:
             if count and 0 <= place < self.gate_up.shape[0]:
                 chosen = order[start : start + count]
                 rows = chosen // self.top_k
-                inner = gated(linear(states[rows], self.gate_up[place]))
-                out = linear(inner, self.down[place]) * flat[chosen, None]
+                inner = gated(product(states[rows], self.gate_up[place]))
+                out = product(inner, self.down[place]) * flat[chosen, None]
                 total.index_add_(0, rows, out)
             start += count
-        return total if self.group.size == 1 else self.group.sum_in_order(total)
+        return total if group.size == 1 else group.sum_in_order(total)

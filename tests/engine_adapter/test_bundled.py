@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 from adapter_contract import LIMIT_S, AdapterContract, Subject
 from core_models import make_model, torch
 
-from engine_adapter.base import StepGate
 from engine_adapter.bundled import BundledAdapter
 from engine_adapter.core.config import parse_config
+from engine_adapter.core.engine import Engine
+from engine_adapter.core.engine_config import EngineConfig
 from engine_adapter.core.model import DecoderModel
-from weightsync.deadline import Deadline
-from weightsync.errors import IntegrityError, UpdateFailedError
+from weightsync.errors import IntegrityError, TaintedError, UpdateFailedError
 from weightsync.receiver import Receiver
 from weightsync.sender import Sender
-from weightsync.session import Version
-from weightsync.types import PauseMode
 
 OPTIONS: Mapping[str, Any] = {"transport": "loopback", "bucket": "64KiB", "deadline_s": LIMIT_S}
 
@@ -33,31 +31,8 @@ def random_model(variant: str, seed: int) -> DecoderModel:
     return model
 
 
-class IdleEngine:
-    """An engine without requests: a model and a gate."""
-
-    def __init__(self, model: DecoderModel) -> None:
-        self.model, self.gate = model, StepGate()
-        self.labels: list[Version] = []
-        self.num_flushed = 0
-
-    def step_gate(self, limit_s: float = 600.0) -> AbstractContextManager[None]:
-        return self.gate.step(limit_s)
-
-    def pause(self, mode: PauseMode, deadline: Deadline) -> None:
-        self.gate.pause(deadline)
-
-    def resume(self) -> None:
-        self.gate.resume()
-
-    def refuse(self, reason: str | None) -> None:
-        self.gate.refuse(reason)
-
-    def flush_cache(self) -> None:
-        self.num_flushed += 1
-
-    def set_version(self, version: Version) -> None:
-        self.labels.append(version)
+def idle_engine(model: DecoderModel) -> Engine:
+    return Engine(model, EngineConfig(page_size=16, kv_cache_tokens=512))
 
 
 def tensors_of(model: DecoderModel) -> dict[str, Any]:
@@ -70,7 +45,7 @@ class TestBundledAdapter(AdapterContract):
     def make(self) -> Subject:
         model = random_model(self.variant, 0)
         self.prepare_model(model)
-        return Subject(BundledAdapter(IdleEngine(model)), tensors_of(model))
+        return Subject(BundledAdapter(idle_engine(model)), tensors_of(model))
 
     def prepare_model(self, model: DecoderModel) -> None:
         """Before it is sealed."""
@@ -94,8 +69,8 @@ class TestBundledAdapterWithDerived(TestBundledAdapter):
 
 
 @contextmanager
-def served(model: DecoderModel, **options: Any) -> Iterator[tuple[Sender, IdleEngine]]:
-    engine = IdleEngine(model)
+def served(model: DecoderModel, **options: Any) -> Iterator[tuple[Sender, Engine]]:
+    engine = idle_engine(model)
     with (
         Receiver(BundledAdapter(engine)) as receiver,
         Sender.connect([receiver.url], **{**OPTIONS, **options}) as sender,
@@ -192,11 +167,12 @@ def test_an_opaque_slot_is_written_and_verified_through_its_codec() -> None:
         codec.is_broken = True
         with pytest.raises(UpdateFailedError, match=name), sender.update(version=2) as update:
             update.send(new)
-        assert engine.gate.refusal is not None
+        with pytest.raises(TaintedError, match="refuses to generate"):
+            engine.generate([[1, 2, 3]])
         codec.is_broken = False
         with sender.update(version=3) as update:
             update.send(new)
-        assert engine.gate.refusal is None
+        engine.generate([[1, 2, 3]])
 
 
 def test_a_replaced_tensor_is_found_before_anything_is_published() -> None:
@@ -207,15 +183,19 @@ def test_a_replaced_tensor_is_found_before_anything_is_published() -> None:
         words = r"not where they were.*layers\[1\]\.post_norm"
         with pytest.raises(IntegrityError, match=words), sender.update(version=1) as update:
             update.send(tensors_of(model))
-        assert engine.labels == []
+        assert engine.version is None
 
 
 @pytest.mark.parametrize(("mode", "num_flushed"), [("retract", 2), ("in_place", 0)])
-def test_labels_and_flushes_reach_the_engine(mode: str, num_flushed: int) -> None:
-    model = random_model("dense", 0)
+def test_labels_and_flushes_reach_the_engine(
+    mode: str, num_flushed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, flushed = random_model("dense", 0), []
     with served(model, pause_mode=mode) as (sender, engine):
+        monkeypatch.setattr(engine, "flush_cache", lambda: flushed.append(1))
         for version in (1, 2):
             with sender.update(version=version) as update:
                 update.send(tensors_of(model))
-        assert [v.number for v in engine.labels] == [1, 2]
-        assert engine.num_flushed == num_flushed  # in place keeps what requests have computed
+            assert engine.version is not None
+            assert engine.version.number == version
+    assert len(flushed) == num_flushed  # in place keeps what requests have computed
