@@ -236,7 +236,11 @@ class Engine:
 
     def release(self) -> None:
         """End :meth:`hold`; harmless when nothing is held."""
-        self.at_boundary(self._let_go)
+        if self._group.size == 1:
+            self._let_go()  # at once: a step that hangs must not keep an update from being given up
+        else:
+            self.at_boundary(self._let_go)  # after the same step on every rank
+        self._boundary.wake()
 
     def _let_go(self) -> None:
         self._is_held = False

@@ -21,13 +21,15 @@ def deadline(limit_s: float = LIMIT_S) -> Deadline:
 class Caller:
     """A call from a thread of its own."""
 
-    def __init__(self, boundary: StepBoundary, function: Any, limit_s: float = LIMIT_S) -> None:
+    def __init__(
+        self, boundary: StepBoundary, function: Any, waits: Deadline | None = None
+    ) -> None:
         self.result: Any = None
         self.error: BaseException | None = None
 
         def run() -> None:
             try:
-                self.result = boundary.call(function, deadline(limit_s))
+                self.result = boundary.call(function, waits or deadline())
             except BaseException as error:
                 self.error = error
 
@@ -65,7 +67,7 @@ def test_a_driver_runs_calls_in_order_before_its_next_step() -> None:
 def test_no_call_runs_during_a_step() -> None:
     boundary = StepBoundary()
     with boundary.step():
-        caller = Caller(boundary, lambda: "late", limit_s=0.05)
+        caller = Caller(boundary, lambda: "late", deadline(0.05))
         caller.join()
         assert isinstance(caller.error, DeadlineError)
     with boundary.step():  # the call keeps its place and does nothing
@@ -76,14 +78,22 @@ def test_no_call_runs_during_a_step() -> None:
 def test_a_call_that_began_counts_although_its_time_ran_out() -> None:
     boundary = StepBoundary()
     boundary.has_driver = True
-    has_begun, may_end = threading.Event(), threading.Event()
+    has_begun, has_expired, may_end = threading.Event(), threading.Event(), threading.Event()
+    has_looked = threading.Event()  # at the clock, after it ran out
 
     def slow() -> str:
         has_begun.set()
         assert may_end.wait(LIMIT_S)
         return "done"
 
-    caller = Caller(boundary, slow, limit_s=0.2)
+    def clock() -> float:
+        if not has_expired.is_set():
+            return 0.0
+        has_looked.set()
+        return 1e6
+
+    waits = Deadline(LIMIT_S, peer="the engine", stage="step boundary", clock=clock)
+    caller = Caller(boundary, slow, waits)
 
     def drive() -> None:
         with boundary.step():
@@ -94,8 +104,8 @@ def test_a_call_that_began_counts_although_its_time_ran_out() -> None:
     driver = threading.Thread(target=drive)
     driver.start()
     assert has_begun.wait(LIMIT_S)
-    caller._thread.join(0.4)
-    assert caller._thread.is_alive(), "it must not be given up in the middle"
+    has_expired.set()
+    assert has_looked.wait(LIMIT_S)
     may_end.set()
     driver.join(LIMIT_S)
     caller.join()

@@ -12,7 +12,8 @@ from weightsync.transports import transport_names
 from weightsync.types import BUCKET_ALIGNMENT_BYTES, ContractChoice, Placement, parse_bytes
 
 _EPILOG = """\
-A trainer process holds the model, an engine process holds the same model with other weights. Before
+A trainer process holds the model, an engine process holds the same model with other weights (with
+--engine core it generates all the while, which takes its share of the machine). Before
 every repeat the trainer changes every tensor; after every repeat each side digests its own live
 tensors, and both lists must agree. GB = 10^9 bytes, GiB = 2^30. Exit status: 0; 1 not verified or
 failed; 2 bad arguments; 3 a slow path under --strict.
@@ -63,7 +64,11 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--device", choices=["cpu"], default="cpu", help="default: %(default)s")
     parser.add_argument(
-        "--engine", choices=["module"], default="module", help="default: %(default)s"
+        "--engine",
+        choices=["module", "core"],
+        default="module",
+        help="what is refitted: a module, or the bundled core while it generates "
+        "(default: %(default)s)",
     )
     parser.add_argument(
         "--placement",

@@ -36,7 +36,10 @@ def table(result: Mapping[str, Any]) -> str:
         f"{'refit (median)':<{_WIDTH}}{seconds['median']:>10.4f}{result['gb_per_s']:9.2f}"
         f"   min {seconds['min']:.4f}, p99 {seconds['p99']:.4f}, {result['repeat']} repeats"
     )
-    lines += ["", *_limits(result), "", _row("verified", _verdict(result))]
+    lines += ["", *_limits(result), ""]
+    if "traffic" in result:
+        lines.append(_row("traffic", _served(result["traffic"])))
+    lines.append(_row("verified", _verdict(result)))
     return "\n".join(lines)
 
 
@@ -44,9 +47,21 @@ def _row(name: str, value: str) -> str:
     return f"{name:<{_WIDTH}}{value}"
 
 
+def _served(traffic: Mapping[str, Any]) -> str:
+    if traffic["failures"]:
+        return f"FAILED: {traffic['failures'][0]}"
+    return (
+        f"{traffic['num_tokens']:,} tokens of {traffic['num_requests']:,} requests, none failed, "
+        f"under versions {', '.join(map(str, traffic['versions']))} "
+        f"({traffic['tokens_per_s']:,.0f} tokens/s)"
+    )
+
+
 def _verdict(result: Mapping[str, Any]) -> str:
     if result["verified"]:
         return "yes: the engine's live tensors digest as the trainer's, after every refit"
+    if "traffic" in result and result["traffic"]["failures"]:
+        return "NO: the engine did not serve all the while"
     return "NO: digests of the engine's live tensors differ from the trainer's"
 
 

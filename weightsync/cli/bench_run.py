@@ -64,6 +64,7 @@ class Measured:
     is_verified: bool = True
     num_tensors: int = 0
     total_bytes: int = 0
+    traffic: dict[str, Any] | None = None  # of an engine that generates
 
 
 def run_bench(settings: BenchSettings) -> int:
@@ -108,7 +109,8 @@ def _measure(
 ) -> Measured:
     show_progress(f"loading {choice.name} in both processes")
     trainer.send("load", choice=asdict(choice), mask=0)
-    engine.call("load", choice=asdict(choice), mask=ENGINE_MASK)
+    load = "load_core" if settings.engine == "core" else "load"
+    engine.call(load, choice=asdict(choice), mask=ENGINE_MASK)
     trainer.answer("load")
     url = engine.call("serve")["url"]
     options = {
@@ -125,6 +127,8 @@ def _measure(
     connected = trainer.call("connect", url=url, options=options)
     measured.connect_s = connected["connect_s"]
 
+    if settings.engine == "core":
+        engine.call("start_traffic")
     # The first refit pays for plan, registration and staging memory.
     measured.first = _refit(trainer, engine, measured, version=1, is_sampled=False)
     for i in range(settings.repeat):
@@ -133,6 +137,8 @@ def _measure(
         measured.ceilings.append(ceiling["gb_per_s"])
         measured.num_threads = ceiling["num_threads"]
         measured.refits.append(_refit(trainer, engine, measured, version=i + 2))
+    if settings.engine == "core":
+        measured.traffic = engine.call("stop_traffic")
     trainer.call("drop_ceiling")
     last = _measure_scopes(trainer, measured, settings.repeat + 2)
     _measure_memory(trainer, engine, measured, {"url": url, "options": options}, last)
@@ -247,9 +253,14 @@ def summarise(settings: BenchSettings, choice: ModelChoice, measured: Measured) 
         "trainer_extra_bytes": measured.trainer_extra_bytes,
         "engine_extra_bytes": measured.engine_extra_bytes,
         "placement_bytes": staged_bytes,
-        "verified": measured.is_verified,
+        "verified": measured.is_verified and _was_served(measured.traffic),
         "versions": versions(),
-    }
+    } | ({} if measured.traffic is None else {"traffic": measured.traffic})
+
+
+def _was_served(traffic: Mapping[str, Any] | None) -> bool:
+    """Whoever asked the engine during the refits got an answer."""
+    return traffic is None or (not traffic["failures"] and traffic["num_tokens"] > 0)
 
 
 def _bucket_bytes(settings: BenchSettings) -> int:
