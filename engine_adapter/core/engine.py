@@ -84,10 +84,8 @@ class Engine:
         )
         self._ledger = Ledger(self.scheduler)
         self._refusal: str | None = None
-        self._is_held = False
-        self._is_hold_wanted = False  # a call that was given up may run late: it must not hold
-        self._hold_lock = threading.Lock()
         self._agreed_refusal: str | None = None  # of any rank, as of this step
+        self._is_held = False
         self._thread: threading.Thread | None = None
         self._is_stopping = False
 
@@ -232,24 +230,20 @@ class Engine:
             was_paused = self.scheduler.is_paused
             self._ledger.pause(mode)
             self.scheduler.is_paused = was_paused
-            with self._hold_lock:
-                self._is_held = self._is_hold_wanted
+            self._is_held = True
 
-        self._is_hold_wanted = True
         self.at_boundary(act, limit_s=limit_s)
 
     def release(self) -> None:
         """End :meth:`hold`; harmless when nothing is held."""
-
-        def act() -> None:
-            with self._hold_lock:
-                self._is_hold_wanted = self._is_held = False
-
         if self._group.size == 1:
-            act()  # at once: a step that hangs must not keep an update from being given up
+            self._let_go()  # at once: a step that hangs must not keep an update from being given up
         else:
-            self.at_boundary(act)  # after the same step on every rank
+            self.at_boundary(self._let_go)  # after the same step on every rank
         self._boundary.wake()
+
+    def _let_go(self) -> None:
+        self._is_held = False
 
     def flush_cache(self) -> int:
         """Forget cached prefixes; returns their pages. Refused while requests hold KV."""
