@@ -71,7 +71,9 @@ def device_copy_s(num_bytes: int) -> float:
     return statistics.median(found)
 
 
-def measure(args: argparse.Namespace, placement: str, verify: str, seed: int) -> dict[str, Any]:
+def measure(
+    args: argparse.Namespace, placement: str, verify: str, seed: int, copy_s: float
+) -> dict[str, Any]:
     module = make_module(args.tensors, args.kib * 1024, seed=None)
     with Receiver(ModuleAdapter(module)).start() as receiver:
         command = [
@@ -91,7 +93,10 @@ def measure(args: argparse.Namespace, placement: str, verify: str, seed: int) ->
         name: statistics.median(run["phases"].get(name, 0.0) for run in warm) * 1e3
         for name in warm[-1]["phases"]
     }
+    stages = ("begin", "move", "prepare", "commit")
+    refits = [sum(run["phases"].get(stage, 0.0) for stage in stages) for run in warm]
     row = {
+        "refit_s": statistics.median(refits),  # begin to commit
         "placement": placement,
         "verify": verify,
         "first_s": runs[0]["s"],
@@ -102,7 +107,8 @@ def measure(args: argparse.Namespace, placement: str, verify: str, seed: int) ->
     }
     print(
         f"{placement:9} {verify:9} first {row['first_s'] * 1e3:8.1f} ms, then "
-        f"{row['update_s'] * 1e3:7.2f} ms, pause {row['pause_s'] * 1e3:7.2f} ms, copy "
+        f"{row['update_s'] * 1e3:7.2f} ms, begin to commit {row['refit_s'] * 1e3:7.2f} ms = "
+        f"{row['refit_s'] / copy_s:5.2f} copies, pause {row['pause_s'] * 1e3:7.2f} ms, copy "
         f"{row['copy_s'] * 1e3:6.2f} ms",
         {name: round(ms, 2) for name, ms in phases.items()},
         flush=True,
@@ -116,7 +122,7 @@ def main() -> None:
     parser.add_argument("--kib", type=int, default=3072)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--trainer", default="", help=argparse.SUPPRESS)
-    parser.add_argument("--placement", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--placement", default="", help="only this one")
     parser.add_argument("--verify", default="", help=argparse.SUPPRESS)
     parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--tiny", action="store_true", help="small and quick, for a smoke test")
@@ -138,7 +144,9 @@ def main() -> None:
     )
     torch.cuda.empty_cache()
     ways = [(p, v) for p in ("in_place", "staged") for v in ("read", "read_back")]
-    rows = [measure(args, placement, verify, seed) for seed, (placement, verify) in enumerate(ways)]
+    if args.placement:
+        ways = [way for way in ways if way[0] == args.placement]
+    rows = [measure(args, *way, seed, copy_s) for seed, way in enumerate(ways)]
     if args.json is not None:
         result = {"num_bytes": num_bytes, "num_tensors": args.tensors, "device_copy_s": copy_s}
         args.json.write_text(json.dumps({**result, "rows": rows}, indent=1) + "\n")

@@ -46,16 +46,37 @@ void CudaCopyDigestTable::launch(std::uintptr_t) {}
 void CudaCopyDigestTable::read(std::uintptr_t, std::uint64_t*) {}
 void CudaCopyDigestTable::close() {}
 
+CudaHeld cuda_held() { return {0, 0}; }
 std::uint64_t cuda_malloc(std::uint64_t, int device) { fail("cuda_malloc", device); }
 void cuda_free(std::uint64_t, int device) { fail("cuda_free", device); }
 std::uint64_t cuda_free_bytes(int device) { fail("cuda_free_bytes", device); }
+int cuda_current_device() { fail("cuda_current_device", 0); }
+int cuda_num_devices() { return 0; }
+CudaDeviceInfo cuda_device_info(int device) { fail("cuda_device_info", device); }
+std::string cuda_driver_version() { return {}; }
 std::string cuda_device_uuid(int device) { fail("cuda_device_uuid", device); }
 CudaAllocation cuda_allocation(std::uint64_t, int device) { fail("cuda_allocation", device); }
 std::string cuda_export(std::uint64_t, int device) { fail("cuda_export", device); }
 std::uint64_t cuda_map(const std::string&, int device) { fail("cuda_map", device); }
 void cuda_unmap(std::uint64_t, int device) { fail("cuda_unmap", device); }
+int cuda_export_fd(std::uint64_t, int device) { fail("cuda_export_fd", device); }
+std::uint64_t cuda_import_fd(int, int device) { fail("cuda_import_fd", device); }
+void cuda_release_handle(std::uint64_t, int device) { fail("cuda_release_handle", device); }
+std::uint64_t cuda_map_handles(const std::vector<std::uint64_t>&, const std::vector<std::uint64_t>&,
+                               int device) {
+    fail("cuda_map_handles", device);
+}
+void cuda_unmap_handles(std::uint64_t, const std::vector<std::uint64_t>&, int device) {
+    fail("cuda_unmap_handles", device);
+}
 std::uint64_t cuda_create_stream(int device) { fail("cuda_create_stream", device); }
 void cuda_wait_stream(std::uint64_t, int device) { fail("cuda_wait_stream", device); }
+std::uint64_t cuda_create_event(int device) { fail("cuda_create_event", device); }
+void cuda_destroy_event(std::uint64_t, int device) { fail("cuda_destroy_event", device); }
+void cuda_record_event(std::uint64_t, std::uint64_t, int device) {
+    fail("cuda_record_event", device);
+}
+double cuda_elapsed_s(std::uint64_t, std::uint64_t, int device) { fail("cuda_elapsed_s", device); }
 void cuda_synchronize(int device) { fail("cuda_synchronize", device); }
 void cuda_copy(std::uint64_t, std::uint64_t, std::uint64_t, int device) {
     fail("cuda_copy", device);

@@ -14,6 +14,7 @@ from engine_adapter.tensors import TensorEngine, fingerprint_of
 from weightsync.errors import LayoutError
 from weightsync.naming import Rule, module_tensors, rules_for
 from weightsync.tensors import view_of
+from weightsync.watch import Look, ModuleWatch
 
 
 class ModuleAdapter(TensorEngine):
@@ -35,6 +36,7 @@ class ModuleAdapter(TensorEngine):
         buffers = module.named_buffers(remove_duplicate=False)
         self._buffers = frozenset(n for n, _ in buffers if n not in ruled.dropped)
         super().__init__(ruled.named, opaque)
+        self._watch = ModuleWatch(module)
 
     def fingerprint(self) -> Mapping[str, Fingerprint]:
         """Of what the module holds *now*: a parameter or served buffer that was replaced shows."""
@@ -44,6 +46,14 @@ class ModuleAdapter(TensorEngine):
             *((n, b) for n, b in buffers if n in self._buffers),
         ]
         return {name: fingerprint_of(view_of(t.detach(), name)) for name, t in held}
+
+    def moved(self, look: Look) -> Sequence[str]:
+        if not self._watch.has_changed(look):
+            return []
+        moved = super().moved(look)
+        if not moved:  # only what is not served changed
+            self._watch = ModuleWatch(self.module)
+        return moved
 
     def write(self, name: str, tensor: Any) -> None:
         target = self._named[name]

@@ -16,6 +16,7 @@ from weightsync.layout import NO_REGION, Layout, TensorLayout
 from weightsync.session import SessionSpec, Version
 from weightsync.tensors import LocalTensors, TensorView, check_writable, local_tensors
 from weightsync.types import PauseMode, RegionAddress, SlotKind
+from weightsync.watch import Look
 
 
 class TensorEngine:
@@ -34,6 +35,7 @@ class TensorEngine:
         self._layout = _with_opaque(self._local, opaque)
         self._device = device_of(self._local.addresses, "the engine")
         self._tables: dict[tuple[str, ...], DigestTable] = {}
+        self._first = dict(self.fingerprint())
 
     @contextmanager
     def step(self, limit_s: float = 600.0) -> Iterator[None]:
@@ -51,6 +53,13 @@ class TensorEngine:
 
     def fingerprint(self) -> Mapping[str, Fingerprint]:
         return {name: fingerprint_of(view) for name, view in self._local.views.items()}
+
+    def moved(self, look: Look) -> Sequence[str]:
+        now = dict(self.fingerprint())
+        if now == self._first:
+            return []
+        changed = [n for n, was in self._first.items() if now.get(n) != was]
+        return [*changed, *(n for n in now if n not in self._first)]
 
     def begin_update(self, spec: SessionSpec) -> None:
         return None

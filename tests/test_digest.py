@@ -18,6 +18,7 @@ from weightsync.digest import (
     digest_root,
     digest_seed,
     digest_tensors,
+    root_basis,
 )
 from weightsync.errors import LayoutError
 from weightsync.tensors import view_of
@@ -110,16 +111,18 @@ def test_empty_tensors_have_a_digest() -> None:
 
 
 def test_the_root_hashes_sorted_name_dtype_shape_and_digest() -> None:
+    def root_of(metas: list[TensorMeta], *digests: int) -> str:
+        return digest_root(root_basis(metas), np.array(digests, dtype=np.uint64))
+
     metas = [TensorMeta("a", "int8", (2,)), TensorMeta("b", "int8", (2,))]
-    digests = {"a": 1, "b": 2}
-    root = digest_root(metas, digests)
-    assert root == digest_root(metas[::-1], digests)
+    root = root_of(metas, 1, 2)
+    assert root == root_of(metas[::-1], 2, 1)
     others = [
-        digest_root(metas, {"a": 2, "b": 1}),
-        digest_root(metas[:1], digests),
-        digest_root([metas[0], replace(metas[1], shape=(1, 2))], digests),
-        digest_root([metas[0], replace(metas[1], dtype="uint8")], digests),
-        digest_root([metas[0], replace(metas[1], name="c")], {"a": 1, "c": 2}),
+        root_of(metas, 2, 1),
+        root_of(metas[:1], 1),
+        root_of([metas[0], replace(metas[1], shape=(1, 2))], 1, 2),
+        root_of([metas[0], replace(metas[1], dtype="uint8")], 1, 2),
+        root_of([metas[0], replace(metas[1], name="c")], 1, 2),
     ]
     assert len({root, *others}) == 6
 

@@ -117,7 +117,7 @@ def test_an_endpoint_ends_before_the_reads_that_were_prepared_on_it() -> None:
 def test_staging_outlives_a_job_that_does_not_end() -> None:
     work = RankWork(FakeEngine({"a": np.zeros(4, np.float32)}), 0, 1)
     assert run(work, Job.OPEN, "s") is None
-    _, memory = work._staging[Placement.STAGED]
+    memory = work._staging[Placement.STAGED].memory
     assert memory is not None
     mapping = memory._map
     assert mapping is not None

@@ -212,7 +212,8 @@ def test_steps_of_a_session_in_a_wrong_order_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "manifest", [{}, {"tensors": [], "aliases": {}, "root": "0"}, {"tensors": None}]
+    "manifest",
+    [{}, {"plans": [], "digests": "", "root": "0"}, {"plans": None}, {"plans": [], "digests": 5}],
 )
 def test_a_manifest_that_does_not_fit_ends_the_session_only(manifest: Any) -> None:
     engine = engine_of(0)

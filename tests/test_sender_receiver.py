@@ -127,6 +127,24 @@ def test_sources_may_change_once_send_has_returned(placement: str, contract: str
         assert engine.generate() == (1, expected)
 
 
+@ways
+def test_a_mapping_that_makes_its_tensors_anew_each_time(placement: str, contract: str) -> None:
+    """Equal addresses do not mean that the memory is still the sender's to read."""
+    torch = pytest.importorskip("torch")
+
+    class Gathering(dict[str, Any]):
+        def items(self) -> Any:
+            return ((name, torch.from_numpy(array.copy())) for name, array in super().items())
+
+    engine, source = engine_of(1), Gathering(weights(2))
+    with connected(engine, placement=placement, contract=contract) as (sender, _):
+        for version in (1, 2, 3):
+            for array in dict.values(source):
+                array[...] = array + np.ones((), array.dtype)
+            refit(sender, version, source)
+            assert engine.generate() == (version, digests(dict(dict.items(source))))
+
+
 def test_a_generator_keeps_about_a_bucket_alive() -> None:
     size, alive, most = 1000, [], 0
 

@@ -13,7 +13,7 @@ import pytest
 from weightsync.errors import ConfigError
 from weightsync.naming import Drop, Rename
 from weightsync.options import resolve_options
-from weightsync.sources import ModuleSource, chunks, resolve_bucket
+from weightsync.sources import ModuleSource, NamedSource, chunks, resolve_bucket
 from weightsync.types import CastPolicy, ContractChoice, PauseMode, Placement, VerifyMode
 
 
@@ -144,6 +144,81 @@ def test_lazy_views_are_resolved_anew_each_time() -> None:
     base *= 2j
     local, _ = source.collect(module)
     assert local.views["w"].owner[0].item() == -2j
+
+
+# --- mappings and lists -----------------------------------------------------------------------------
+
+
+def tensors_of(**shapes: tuple[int, ...]) -> dict[str, Any]:
+    torch = pytest.importorskip("torch")
+    return {name: torch.zeros(shape) for name, shape in shapes.items()}
+
+
+def test_a_new_state_dict_of_the_same_model_is_the_same_source() -> None:
+    module, source = linear(), NamedSource((Drop("bias", "x"),), CastPolicy.STRICT)
+    first, dropped = source.collect(list(module.state_dict().items()))
+    again, dropped_again = source.collect(list(module.state_dict().items()))
+    assert again.layout is first.layout
+    assert again.addresses is first.addresses
+    assert dropped == dropped_again == {"bias": "x"}
+
+
+@pytest.mark.parametrize("how", ["name", "order", "memory", "transposed", "more", "fewer"])
+def test_another_mapping_is_looked_at_again(how: str) -> None:
+    named = tensors_of(a=(2, 2), b=(4,))
+    source = NamedSource((), CastPolicy.STRICT)
+    source.collect(list(named.items()))
+    other = {
+        "name": lambda: {"a": named["a"], "c": named["b"]},
+        "order": lambda: {"b": named["b"], "a": named["a"]},
+        "memory": lambda: {**named, "a": named["a"].clone()},
+        "transposed": lambda: {**named, "a": named["a"].t()},
+        "more": lambda: {**named, "c": named["b"].clone()},
+        "fewer": lambda: {"a": named["a"]},
+    }[how]()
+    found, _ = source.collect(list(other.items()))
+    expected, _ = NamedSource((), CastPolicy.STRICT).collect(list(other.items()))
+    assert found.layout == expected.layout
+    assert [a.ptr for a in found.addresses] == [a.ptr for a in expected.addresses]
+
+
+def test_no_tensor_of_a_mapping_is_kept_alive() -> None:
+    named = tensors_of(a=(2,))
+    source = NamedSource((), CastPolicy.STRICT)
+    source.collect(list(named.items()))
+    alive = weakref.ref(named["a"])
+    named.clear()
+    gc.collect()
+    assert alive() is None
+
+
+def test_arrays_are_looked_at_each_time() -> None:
+    source = NamedSource((), CastPolicy.STRICT)
+    array = np.zeros(3, np.float32)
+    first, _ = source.collect([("a", array)])
+    again, _ = source.collect([("a", array)])
+    assert first.layout == again.layout
+    assert again.views["a"].owner is array
+
+
+def test_lazy_views_of_a_mapping_are_resolved_anew_each_time() -> None:
+    torch = pytest.importorskip("torch")
+    source = NamedSource((), CastPolicy.STRICT)
+    base = torch.ones(3, dtype=torch.complex64)
+    source.collect([("w", base.conj())])
+    base *= 2j
+    local, _ = source.collect([("w", base.conj())])
+    assert local.views["w"].owner[0].item() == -2j
+
+
+def test_a_module_is_forgotten_when_it_is_told() -> None:
+    module, source = linear(), ModuleSource(None, CastPolicy.STRICT)
+    source.collect(module)
+    alive = weakref.ref(module.weight)
+    source.forget()
+    del module
+    gc.collect()
+    assert alive() is None
 
 
 # --- options ----------------------------------------------------------------------------------------

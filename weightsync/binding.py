@@ -9,12 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsync.bucket import Cut, align
-from weightsync.digest import DigestPart, convert_of
-from weightsync.errors import MissingNameError, ProtocolError
+from weightsync.digest import DigestPart, convert_of, part_rows
+from weightsync.errors import ProtocolError
 from weightsync.layout import NO_REGION, Layout, PlacedBox
-from weightsync.manifest import name_some
 from weightsync.plan import ENTRY_BYTES, RefitPlan, Transfer
-from weightsync.tables import dense_strides, segment_rows, table
+from weightsync.tables import DigestRows, dense_strides, segment_rows, table
 from weightsync.types import Box, Placement, item_bytes, range_boxes
 
 Table = npt.NDArray[np.int64]
@@ -114,6 +113,27 @@ def direct_table(
             convert=convert_of(left.dtype, wire),
         )
     return table(rows, 13)
+
+
+def read_digest_rows(
+    plan: RefitPlan, source: Layout, source_addresses: Addresses, rank: int
+) -> DigestRows:
+    """What :func:`direct_table` reads, as digests of ``plan.tensors``.
+
+    Row by row the same memory wherever boxes are dense on both sides; where they are not, a read
+    cannot digest on its way.
+    """
+    rows: list[tuple[int, ...]] = []
+    owners: list[int] = []
+    for t in plan.transfers:
+        if t.target_rank != rank:
+            continue
+        spot, meta = _source_spot(plan, source, source_addresses, t), plan.tensors[t.tensor].meta
+        part = DigestPart(meta, t.box, spot.at(t.box), spot.strides_bytes, spot.dtype)
+        new = part_rows(part)
+        rows += new
+        owners += [t.tensor] * len(new)
+    return DigestRows(table(rows, 15), np.array(owners, dtype=np.int64), len(plan.tensors))
 
 
 def pack_table(plan: RefitPlan, cuts: Sequence[Cut], source: Layout, addresses: Addresses) -> Table:
@@ -228,97 +248,27 @@ def encode_entries(cuts: Sequence[Cut]) -> bytes:
     return np.array(rows, dtype="<i8").tobytes()
 
 
-def decode_entries(blob: bytes, plan: RefitPlan, data_bytes: int) -> list[Cut]:
-    """Parse and check against plan and slot: nothing may point outside either."""
+def decode_entries(blob: bytes, plan: RefitPlan, data_bytes: int) -> Table:
+    """The entries, int64 [n, 4], checked against plan and slot: nothing may point outside either."""
     if len(blob) % ENTRY_BYTES:
         raise ProtocolError(f"slot metadata of {len(blob)} B is not a list of {ENTRY_BYTES} B rows")
-    cuts = [Cut(*map(int, row)) for row in np.frombuffer(blob, dtype="<i8").reshape(-1, 4)]
-    for c in cuts:
-        if not 0 <= c.item < len(plan.transfers):
-            raise ProtocolError(f"slot metadata names transfer {c.item} of {len(plan.transfers)}")
-        t = plan.transfers[c.item]
-        item = item_bytes(plan.tensors[t.tensor].meta.dtype)
-        fits = min(c.start_bytes, c.num_bytes, c.offset_bytes) >= 0
-        fits = fits and c.start_bytes + c.num_bytes <= t.num_bytes
-        fits = fits and c.offset_bytes + c.num_bytes <= data_bytes
-        if not fits or c.start_bytes % item or c.num_bytes % item:
-            raise ProtocolError(f"slot metadata: {c} does not fit its transfer or its slot")
-    return cuts
+    entries = np.frombuffer(blob, dtype="<i8").reshape(-1, 4).astype(np.int64, copy=False)
+    items, starts, sizes, offsets = entries.T
+    known = (items >= 0) & (items < len(plan.transfers))
+    if not known.all():
+        item = int(items[np.argmin(known)])
+        raise ProtocolError(f"slot metadata names transfer {item} of {len(plan.transfers)}")
+    wholes, units = plan.transfer_bytes[items], plan.transfer_units[items]
+    fits = (entries[:, 1:] >= 0).all(axis=1) & (starts <= wholes) & (sizes <= wholes)
+    fits &= (offsets <= data_bytes) & (sizes <= data_bytes)  # each alone first: sums may overflow
+    fits &= (starts <= wholes - sizes) & (offsets <= data_bytes - sizes)
+    fits &= (starts % units == 0) & (sizes % units == 0)
+    if not fits.all():
+        cut = Cut(*map(int, entries[int(np.argmin(fits))]))
+        raise ProtocolError(f"slot metadata: {cut} does not fit its transfer or its slot")
+    return entries
 
 
-class Coverage:
-    """Counts what arrived: every element of every transfer of a session exactly once."""
-
-    def __init__(self) -> None:
-        self._complete: set[tuple[str, int]] = set()  # (tensor, placed) that are whole
-        self._missing: dict[tuple[str, int], int] = {}
-        self._ranges: dict[tuple[int, int], list[tuple[int, int]]] = {}
-
-    def expect(self, move: int, plan: RefitPlan, layout: Layout, rank: int) -> None:
-        """A plan is about to be moved. Raises if it brings a slot that was brought before."""
-        fresh: dict[tuple[str, int], int] = {}
-        for t in plan.transfers:
-            if t.target_rank == rank:
-                key = (plan.tensors[t.tensor].meta.name, t.target_placed)
-                fresh[key] = fresh.get(key, 0) + t.num_bytes
-        again = [
-            name for name, j in fresh if (name, j) in self._missing or (name, j) in self._complete
-        ]
-        if again:
-            raise ProtocolError(f"sent twice in one update: {name_some(again)}")
-        for key, size in fresh.items():
-            placed = layout.tensors[layout.index[key[0]]].placed[key[1]]
-            whole = placed.box.num_elements * item_bytes(placed.dtype)
-            if size != whole:
-                raise ProtocolError(f"plan: {key[0]!r} brings {size} of {whole} B")
-        self._missing |= fresh
-
-    def arrived(self, move: int, plan: RefitPlan, cut: Cut) -> None:
-        """A cut of a transfer landed. Raises when bytes arrive twice."""
-        t = plan.transfers[cut.item]
-        key = (plan.tensors[t.tensor].meta.name, t.target_placed)
-        ranges = self._ranges.setdefault((move, cut.item), [])
-        end = cut.start_bytes + cut.num_bytes
-        is_repeat = any(a < end and cut.start_bytes < b for a, b in ranges)
-        if is_repeat or key not in self._missing:
-            raise ProtocolError(f"{key[0]!r}: bytes {cut.start_bytes}:{end} arrived twice")
-        ranges.append((cut.start_bytes, end))
-        self._missing[key] -= cut.num_bytes
-
-    def all_arrived(self, move: int, plan: RefitPlan, rank: int) -> None:
-        """A direct read finished: every transfer of the plan landed whole."""
-        for i, t in enumerate(plan.transfers):
-            if t.target_rank == rank:
-                self.arrived(move, plan, Cut(i, 0, t.num_bytes, 0))
-
-    def settle(self) -> None:
-        """At the end of a move nothing of it may be missing."""
-        short = [name for (name, _), size in self._missing.items() if size]
-        if short:
-            raise MissingNameError(f"{len(short)} tensors did not arrive whole: {name_some(short)}")
-        self._complete |= self._missing.keys()
-        self._missing.clear()
-
-    def check_scope(self, layout: Layout, rank: int, names: frozenset[str] | None) -> None:
-        """Exactly the scope arrived. Raises :class:`MissingNameError` or :class:`ProtocolError`."""
-        wanted = {
-            (t.name, j)
-            for t in layout.tensors
-            if names is None or t.name in names
-            for j, p in enumerate(t.placed)
-            if p.rank == rank
-        }
-        missing = sorted({name for name, _ in wanted - self._complete})
-        if missing:
-            scope = "the whole engine" if names is None else "the declared scope"
-            raise MissingNameError(
-                f"{len(missing)} tensors of {scope} were not sent: {name_some(missing)}"
-            )
-        extra = sorted({name for name, _ in self._complete - wanted})
-        if extra:
-            raise ProtocolError(f"sent but not in the declared scope: {name_some(extra)}")
-
-    @property
-    def keys(self) -> list[tuple[str, int]]:
-        """(tensor, placed) that arrived whole."""
-        return sorted(self._complete)
+def cuts_of(entries: Table) -> list[Cut]:
+    """Entries as values."""
+    return [Cut(*row) for row in entries.tolist()]

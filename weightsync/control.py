@@ -35,6 +35,7 @@ from weightsync.errors import (
     from_wire,
     to_wire,
 )
+from weightsync.http_wire import read_headers, read_response, request_bytes, response_bytes
 from weightsync.messages import VERBS, Request, StatusRequest, decode, encode, verb_of
 
 PATH_PREFIX = "/weightsync/v1/"
@@ -90,7 +91,7 @@ class HttpClient:
             raise ConfigError("a token is printable ASCII: it travels in a header")
         self._token = token
         self._local = threading.local()
-        self._all: set[http.client.HTTPConnection] = set()
+        self._all: set[socket.socket] = set()
         self._lock = threading.Lock()  # close() comes from another thread than a heartbeat
         self._is_closed = False
 
@@ -122,73 +123,55 @@ class HttpClient:
         self, verb: str, body: bytes, headers: Mapping[str, str], limit_s: float
     ) -> tuple[int, bytes]:
         until_s = time.monotonic() + limit_s
-        connection = getattr(self._local, "connection", None)
-        if connection is not None and not _is_alive(connection.sock):
+        sock: socket.socket | None = getattr(self._local, "sock", None)
+        if sock is not None and not _is_alive(sock):
             self._drop()  # the server ends a connection that was silent for long
-            connection = None
-        if connection is None:
-            connection = self._connect(limit_s)
-        sock: Any = connection.sock
-        sock.until_s = until_s
+            sock = None
+        if sock is None:
+            sock = self._connect(limit_s)
         sock.settimeout(limit_s)
-        connection.request("POST", PATH_PREFIX + verb, body=body, headers=dict(headers))
-        response = connection.getresponse()
-        return response.status, response.read(MAX_BODY_BYTES)
+        sock.sendall(request_bytes(self._host, PATH_PREFIX + verb, headers, body))
+        status, answer, is_last = read_response(sock, until_s, MAX_BODY_BYTES)
+        if is_last:
+            self._drop()
+        return status, answer
 
-    def _connect(self, limit_s: float) -> http.client.HTTPConnection:
-        connection = http.client.HTTPConnection(self._host, self._port)
-        plain = socket.create_connection((self._host, self._port), timeout=limit_s)
-        if plain.getsockname() == plain.getpeername():
+    def _connect(self, limit_s: float) -> socket.socket:
+        sock = socket.create_connection((self._host, self._port), timeout=limit_s)
+        if sock.getsockname() == sock.getpeername():
             # Nobody listens on that port yet, and the kernel gave it to us as our own end.
-            plain.close()
+            sock.close()
             raise ConnectionRefusedError(f"nothing listens on port {self._port}")
-        plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.sock = _TimedSocket(plain.family, plain.type, plain.proto, plain.detach())
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with self._lock:
             if self._is_closed:
-                connection.close()
+                sock.close()
                 raise ConnectionError("this client is closed")
-            self._all.add(connection)
-        self._local.connection = connection
-        return connection
+            self._all.add(sock)
+        self._local.sock = sock
+        return sock
 
     def _drop(self) -> None:
-        connection = getattr(self._local, "connection", None)
-        if connection is not None:
-            connection.close()
-            self._all.discard(connection)
-            self._local.connection = None
+        sock = getattr(self._local, "sock", None)
+        if sock is not None:
+            sock.close()
+            with self._lock:
+                self._all.discard(sock)
+            self._local.sock = None
 
     def close(self) -> None:
         """End every connection, also those that another thread waits on. Idempotent."""
         with self._lock:
             self._is_closed = True
-            connections, self._all = self._all, set()
-        for connection in connections:
-            sock = connection.sock
-            if sock is not None:
-                with suppress(OSError):
-                    sock.shutdown(socket.SHUT_RDWR)
-            connection.close()
+            sockets, self._all = self._all, set()
+        for sock in sockets:
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+            sock.close()
 
 
-class _TimedSocket(socket.socket):
-    """Ends a read at a moment, however many pieces an answer comes in."""
-
-    until_s = float("inf")
-
-    def recv_into(self, *args: Any, **kwargs: Any) -> int:
-        left_s = self.until_s - time.monotonic()
-        if left_s <= 0:
-            raise TimeoutError("timed out")
-        self.settimeout(left_s if left_s < float("inf") else None)
-        return super().recv_into(*args, **kwargs)
-
-
-def _is_alive(sock: Any) -> bool:
+def _is_alive(sock: socket.socket) -> bool:
     """Whether the other end of an idle connection has neither closed it nor said anything."""
-    if sock is None:
-        return False
     try:
         sock.settimeout(0)
         sock.recv(1, socket.MSG_PEEK)
@@ -371,6 +354,26 @@ def _handler_class(handler: Handler, token: str | None) -> type[BaseHTTPRequestH
         disable_nagle_algorithm = True
         wbufsize = -1  # one segment an answer
 
+        raw_requestline: bytes
+
+        def parse_request(self) -> bool:
+            words = self.raw_requestline.split()
+            if len(words) != 3 or words[2] != b"HTTP/1.1":
+                return super().parse_request()  # which knows what to say
+            self.requestline = self.raw_requestline.decode("latin-1").rstrip("\r\n")
+            self.command, self.path, self.request_version = self.requestline.split()
+            try:
+                headers = read_headers(self.rfile)
+            except http.client.HTTPException as error:
+                self.close_connection = True
+                self.send_error(HTTPStatus.BAD_REQUEST, str(error))
+                return False
+            self.headers: Any = headers
+            self.close_connection = headers.get("connection", "").lower() == "close"
+            if headers.get("expect", "").lower() == "100-continue":
+                return self.handle_expect_100()
+            return True
+
         def do_POST(self) -> None:
             self._reply(self._request)
 
@@ -432,11 +435,8 @@ def _handler_class(handler: Handler, token: str | None) -> type[BaseHTTPRequestH
 
         def _send(self, status: HTTPStatus, answer: Mapping[str, Any]) -> None:
             body = json.dumps(answer, separators=(",", ":")).encode()
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+            is_last = self.close_connection
+            self.wfile.write(response_bytes(status.value, status.phrase, body, is_last=is_last))
 
         def finish(self) -> None:
             with suppress(OSError):  # an answer for a peer that went away

@@ -10,10 +10,13 @@ shape, so that equal shapes cannot be swapped unseen.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from weightsync.device_tables import CPU, owned_digests, synchronize
 from weightsync.errors import LayoutError
@@ -71,20 +74,24 @@ class DigestTable:
         owners: list[int] = []
         for part in parts:
             place = places.setdefault(part.meta.name, len(places))
-            new = _part_rows(part)
+            new = part_rows(part)
             rows += new
             owners += [place] * len(new)
             self.num_bytes += part.box.num_elements * item_bytes(part.dtype)
         self.names = list(places)
         self._digests = owned_digests(rows, owners, len(places), device)
 
+    def values(self, num_threads: int) -> npt.NDArray[np.uint64]:
+        """D of the present contents, for each of ``names`` (of all parts of that name together)."""
+        return self._digests.run(num_threads)
+
     def compute(self, num_threads: int) -> dict[str, int]:
-        """Name -> D of the present contents (of all parts of that name together)."""
-        sums = self._digests.run(num_threads)
-        return dict(zip(self.names, map(int, sums), strict=True))
+        """The same by name."""
+        return dict(zip(self.names, self.values(num_threads).tolist(), strict=True))
 
 
-def _part_rows(part: DigestPart) -> list[tuple[int, ...]]:
+def part_rows(part: DigestPart) -> list[tuple[int, ...]]:
+    """Rows of a digest table that cover the part."""
     index_strides = dense_strides(part.meta.shape, 1)
     start = sum(a * s for a, s in zip(part.box.start, index_strides, strict=True))
     return digest_rows(
@@ -115,10 +122,25 @@ def digest_tensors(named: Iterable[tuple[str, Any]], num_threads: int = 1) -> di
     return found
 
 
-def digest_root(metas: Sequence[TensorMeta], digests: Mapping[str, int]) -> str:
-    """One fingerprint of an update: sha256 over the sorted (name, dtype, shape, D)."""
+@dataclass(frozen=True, eq=False)
+class RootBasis:
+    """What of an update's root does not change with its digests: the sorted wire forms."""
+
+    order: npt.NDArray[np.int64]  # [n] places of the wire forms, sorted by name
+    head: bytes  # sha256 over their names, dtypes and shapes
+
+
+def root_basis(metas: Sequence[TensorMeta]) -> RootBasis:
+    """Worked out once for a list of wire forms."""
+    order = sorted(range(len(metas)), key=lambda i: metas[i].name)
     hasher = hashlib.sha256()
-    for meta in sorted(metas, key=lambda m: m.name):
-        line = f"{meta.name}\0{meta.dtype}\0{meta.shape}\0{digests[meta.name]:016x}\n"
-        hasher.update(line.encode())
-    return hasher.hexdigest()
+    for i in order:
+        hasher.update(f"{metas[i].name}\0{metas[i].dtype}\0{metas[i].shape}\n".encode())
+    return RootBasis(np.array(order, dtype=np.int64), hasher.digest())
+
+
+def digest_root(basis: RootBasis, digests: npt.NDArray[np.uint64]) -> str:
+    """One fingerprint of an update: sha256 over the sorted (name, dtype, shape), hashed, and the
+    digests in that order as little-endian 64-bit words. ``digests`` is in the order of the metas."""
+    body = digests[basis.order].astype("<u8").tobytes()
+    return hashlib.sha256(basis.head + body).hexdigest()

@@ -14,6 +14,7 @@ from weightsync.deadline import Deadline
 from weightsync.layout import Layout
 from weightsync.session import SessionSpec, Version
 from weightsync.types import PauseMode, RegionAddress
+from weightsync.watch import Look
 
 #: What must never change over an update: pointer, bytes, dtype, shape and strides of a tensor.
 Fingerprint = tuple[int, int, str, tuple[int, ...], tuple[int, ...]]
@@ -33,6 +34,15 @@ class UpdatingEngine(Protocol):
 
     def fingerprint(self) -> Mapping[str, Fingerprint]:
         """Of everything that an update may touch, as it is now."""
+        ...
+
+    def moved(self, look: Look) -> Sequence[str]:
+        """Names whose fingerprint is not what it was when the adapter was made.
+
+        Asked several times an update: an engine of many tensors answers ``Look.IDENTITY`` in well
+        under a millisecond, and may leave to ``Look.EVERYTHING`` what that cannot see. Called from
+        another thread than the rest while a copy runs.
+        """
         ...
 
     def begin_update(self, spec: SessionSpec) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import secrets
 import threading
 import time
@@ -12,13 +11,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
-from weightsync import native
-from weightsync.binding import Table, encode_entries, pack_table, rebased
+from weightsync.binding import encode_entries, pack_table
 from weightsync.bucket import align
 from weightsync.control import ControlClient, wait_for
 from weightsync.deadline import CancelToken, Deadline
+from weightsync.device_tables import CPU, device_facing, device_of, synchronize
 from weightsync.errors import (
     BusyError,
     CancelledError,
@@ -48,6 +45,7 @@ from weightsync.messages import (
 )
 from weightsync.options import SenderOptions
 from weightsync.plan import RefitPlan, make_plan, slot_bytes
+from weightsync.slot_pack import SlotPack
 from weightsync.tensors import LocalTensors
 from weightsync.transports.base import (
     Capabilities,
@@ -57,7 +55,7 @@ from weightsync.transports.base import (
     StreamSource,
     Transport,
 )
-from weightsync.types import BUCKET_ALIGNMENT_BYTES, Availability, Contract, Outcome
+from weightsync.types import BUCKET_ALIGNMENT_BYTES, Availability, Contract, Outcome, RegionAddress
 
 _CONNECT_RETRY_S = 0.1
 _STATUS_LIMIT_S = 5.0
@@ -66,12 +64,12 @@ _NEVER_HEARD = "the engine does not know this session"
 
 @dataclass
 class Bound:
-    """A plan with everything kept to replay it: pack tables by bucket, entries of each slot."""
+    """A plan with everything kept to replay it: what fills each slot."""
 
     plan: RefitPlan
-    packs: list[Table] = field(default_factory=list)
-    entries: list[bytes] = field(default_factory=list)
-    addresses: tuple[int, ...] = ()  # those that the tables were made for
+    packs: list[SlotPack] = field(default_factory=list)
+    device: str = CPU  # where the sources lie, and with them the ring
+    addresses: tuple[RegionAddress, ...] = ()  # those that the tables were made for
 
 
 class EngineLink:
@@ -145,7 +143,7 @@ class EngineLink:
 
     def _attach(self, deadline: Deadline) -> None:
         capabilities = self._transport.capabilities()
-        self._endpoint = endpoint = self._transport.open_source()
+        self._endpoint = endpoint = self._transport.open_source(device_facing(self.layout))
         request = AttachRequest(
             self.run_id, self._transport.name, dict(endpoint.descriptor()), deadline.remaining_s()
         )
@@ -219,10 +217,9 @@ class EngineLink:
             while len(self._bound) > 64:
                 self._bound.pop(next(iter(self._bound)))
             self._spent("plan", start_s)
-        addresses = tuple(a.ptr for a in tensors.addresses)
-        if bound.plan.contract is Contract.STREAM and bound.addresses != addresses:
+        if bound.plan.contract is Contract.STREAM and bound.addresses != tensors.addresses:
             self._bind(bound, tensors)
-            bound.addresses = addresses
+            bound.addresses = tensors.addresses
         return bound
 
     def _check_contract(self, plan: RefitPlan) -> None:
@@ -251,9 +248,13 @@ class EngineLink:
 
     def _bind(self, bound: Bound, tensors: LocalTensors) -> None:
         addresses = {a.region: a.ptr for a in tensors.addresses}
-        cuts = bound.plan.buckets
-        bound.packs = [pack_table(bound.plan, c, tensors.layout, addresses) for c in cuts]
-        bound.entries = [encode_entries(c) for c in cuts]
+        plan, bound.device = bound.plan, device_of(tensors.addresses, "what the trainer sends")
+        bound.packs = [
+            SlotPack.make(
+                pack_table(plan, c, tensors.layout, addresses), encode_entries(c), bound.device
+            )
+            for c in plan.buckets
+        ]
 
     # --- stages -------------------------------------------------------------------------------------
 
@@ -277,20 +278,34 @@ class EngineLink:
             "begin",
         )
 
-    def move(
-        self, session_id: str, move_id: int, bound: Bound, tensors: LocalTensors, token: CancelToken
-    ) -> None:
-        """Returns when the engine has read everything: the sources may then change."""
+    def publish(self, bound: Bound, tensors: LocalTensors) -> Mapping[str, Any]:
+        """Make what the plan reads directly readable, and what was written to it visible; cheap for
+        what was published before. A stream has nothing to publish."""
         if self._endpoint is None:
             raise ConfigError(f"{self.peer}: not connected")
-        is_direct = bound.plan.contract is Contract.DIRECT
-        epoch, publication = "", None
-        if is_direct:
-            start_s = time.perf_counter()
-            descriptor = dict(self._endpoint.direct().publish(tensors.addresses))
+        if bound.plan.contract is not Contract.DIRECT:
+            return {}
+        start_s = time.perf_counter()
+        try:
+            return self._endpoint.direct().publish(tensors.addresses)
+        finally:
             self._spent("register", start_s)
-            epoch = str(descriptor.get("epoch"))
-            publication = None if epoch == self._told_epoch else descriptor
+
+    def move(
+        self,
+        session_id: str,
+        move_id: int,
+        bound: Bound,
+        published: Mapping[str, Any],
+        token: CancelToken,
+    ) -> None:
+        """Returns when the engine has read everything: the sources may then change.
+
+        ``published`` is what :meth:`publish` said of the same tensors.
+        """
+        is_direct = bound.plan.contract is Contract.DIRECT
+        epoch = str(published.get("epoch", ""))
+        publication = None if not is_direct or epoch == self._told_epoch else dict(published)
         reach("trainer.move")
         ask: Callable[[float], MoveRequest] = lambda wait_s: MoveRequest(  # noqa: E731
             session_id, move_id, bound.plan.digest, epoch, publication, wait_s
@@ -327,40 +342,36 @@ class EngineLink:
     def _fill_slots(self, session_id: str, move_id: int, bound: Bound, deadline: Deadline) -> None:
         if self._endpoint is None:
             raise ConfigError(f"{self.peer}: not connected")
-        ring = RingOptions(self._options.num_slots, slot_bytes(bound.plan.bucket_bytes))
+        size = slot_bytes(bound.plan.bucket_bytes)
+        ring = RingOptions(self._options.num_slots, size, bound.device)
         start_s = time.perf_counter()
         stream = self._endpoint.stream(ring, deadline)
         self._spent("register", start_s)
+        synchronize(bound.device)  # with whatever writes the sources
         stream.begin_move(session_id, deadline)
         last = len(bound.packs) - 1
-        for i, (rows, entries) in enumerate(zip(bound.packs, bound.entries, strict=True)):
-            self._fill_slot(stream, rows, entries, (session_id, move_id, i, i == last), deadline)
+        for i, pack in enumerate(bound.packs):
+            self._fill_slot(stream, pack, (session_id, move_id, i, i == last), deadline)
             reach("trainer.bucket")
         stream.flush(deadline)
 
     def _fill_slot(
         self,
         stream: StreamSource,
-        rows: Table,
-        entries: bytes,
+        pack: SlotPack,
         place: tuple[str, int, int, bool],
         deadline: Deadline,
     ) -> None:
         session_id, move_id, sequence, is_last = place
         slot = stream.acquire(deadline)
-        cuts = np.frombuffer(entries, dtype="<i8").reshape(-1, 4)
-        data_bytes = int((cuts[:, 2] + cuts[:, 3]).max(initial=0))
         cancel = None if deadline.token is None else deadline.token.native_flag
         start_s = time.perf_counter()
-        native.copy_segments(
-            rebased(rows, target=slot.ptr), num_threads=self._options.num_threads, cancel=cancel
-        )
+        pack.fill(slot.ptr, num_threads=self._options.num_threads, cancel=cancel)
         self._spent("pack", start_s)
         deadline.check()
-        behind = -(-data_bytes // 16) * 16
-        ctypes.memmove(slot.ptr + behind, entries, len(entries))
+        behind, num_words = pack.words_offset_bytes, len(pack.words)
         header = SlotHeader(
-            session_id, move_id, sequence, data_bytes, behind, len(entries), is_last
+            session_id, move_id, sequence, pack.data_bytes, behind, num_words, is_last
         )
         stream.submit(slot, header)
 

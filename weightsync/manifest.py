@@ -1,67 +1,107 @@
-"""The manifest of one update: what the trainer published, tensor by tensor."""
+"""The manifest of one update: what the trainer published, tensor by tensor.
+
+Names, dtypes and shapes travelled with the plans, once; a manifest says which plans were moved and
+the digests of their tensors, in their order.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import base64
+import binascii
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-from weightsync.digest import digest_root
-from weightsync.errors import IntegrityError, MissingNameError, ProtocolError
+import numpy as np
+import numpy.typing as npt
+
+from weightsync.digest import RootBasis, digest_root, root_basis
+from weightsync.errors import IntegrityError, ProtocolError
 from weightsync.types import TensorMeta
 
 _MAX_NAMED = 5
 
+Digests = npt.NDArray[np.uint64]
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
+class ManifestBasis:
+    """The tensors of the moves of an update, worked out once and used at every refit."""
+
+    plans: tuple[str, ...]  # digests, in the order of the moves
+    metas: tuple[TensorMeta, ...]  # those of the plans, one after the other
+    root: RootBasis
+
+    @cached_property
+    def place(self) -> dict[str, int]:
+        """Name -> its place in ``metas``."""
+        return {meta.name: i for i, meta in enumerate(self.metas)}
+
+    def places(self, names: Iterable[str]) -> npt.NDArray[np.int64]:
+        """Places of some names. Raises ``KeyError`` for one that is not there."""
+        return np.array([self.place[n] for n in names], dtype=np.int64)
+
+
+def manifest_basis(moves: Iterable[tuple[str, Sequence[TensorMeta]]]) -> ManifestBasis:
+    """From digest and wire forms of each move's plan."""
+    listed = list(moves)
+    metas = tuple(meta for _, of_plan in listed for meta in of_plan)
+    return ManifestBasis(tuple(digest for digest, _ in listed), metas, root_basis(metas))
+
+
+@dataclass(frozen=True, eq=False)
 class Manifest:
-    """Wire forms and digests of every tensor of an update, and one root over them."""
+    """Digests of every tensor of an update (uint64, in the order of ``basis.metas``)."""
 
-    metas: tuple[TensorMeta, ...]
-    digests: Mapping[str, int]
-    aliases: Mapping[str, str] = field(default_factory=dict)  # tied names that travelled once
+    basis: ManifestBasis
+    digests: Digests
 
-    @property
+    @cached_property
     def root(self) -> str:
-        return digest_root(self.metas, self.digests)
+        """One fingerprint of the update."""
+        return digest_root(self.basis.root, self.digests)
 
     def to_json(self) -> dict[str, Any]:
-        tensors = [[m.name, m.dtype, m.shape, f"{self.digests[m.name]:016x}"] for m in self.metas]
-        return {"tensors": tensors, "aliases": dict(self.aliases), "root": self.root}
+        """``digests`` are little-endian 64-bit words, base64."""
+        body = base64.b64encode(self.digests.astype("<u8").tobytes()).decode()
+        return {"plans": list(self.basis.plans), "digests": body, "root": self.root}
 
     @classmethod
-    def from_json(cls, value: Any) -> Manifest:
-        """Parse and check the root. Raises :class:`ProtocolError`."""
+    def from_json(cls, value: Any, basis: ManifestBasis) -> Manifest:
+        """Parse what should be the manifest of the moves in ``basis``.
+
+        Raises :class:`ProtocolError`, or :class:`IntegrityError` for one of other moves.
+        """
         try:
-            metas, digests = [], {}
-            for name, dtype, shape, digest in value["tensors"]:
-                metas.append(TensorMeta(str(name), str(dtype), tuple(map(int, shape))))
-                digests[str(name)] = int(digest, 16)
-            aliases = {str(k): str(v) for k, v in value["aliases"].items()}
-            manifest = cls(tuple(metas), digests, aliases)
-            root = value["root"]
-        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+            plans = [str(p) for p in value["plans"]]
+            body = base64.b64decode(value["digests"], validate=True)
+            root = str(value["root"])
+        except (KeyError, TypeError, ValueError, binascii.Error) as error:
             raise ProtocolError(f"malformed manifest: {error!r}") from error
-        if len(digests) != len(metas):
-            raise ProtocolError("manifest: a tensor is listed twice")
+        if plans != list(basis.plans):
+            raise IntegrityError("the manifest does not list exactly what arrived")
+        if len(body) != 8 * len(basis.metas):
+            raise ProtocolError(
+                f"manifest: {len(body)} B of digests for {len(basis.metas)} tensors"
+            )
+        manifest = cls(basis, np.frombuffer(body, dtype="<u8").astype(np.uint64))
         if manifest.root != root:
             raise ProtocolError(f"manifest: root {root!r} does not fit its list ({manifest.root})")
         return manifest
 
-    def check(self, found: Mapping[str, int], what: str) -> None:
-        """Compare with digests of this side; ``what`` says which bytes those are of.
+    def check(self, found: Digests, what: str) -> None:
+        """Compare with digests of this side in the same order; ``what`` says of which bytes.
 
-        Raises :class:`MissingNameError` or :class:`IntegrityError` naming the tensors.
+        Raises :class:`IntegrityError` naming the tensors.
         """
-        missing = [n for n in self.digests if n not in found]
-        if missing:
-            raise MissingNameError(f"{what}: {name_some(missing)} not there to be verified")
-        wrong = [n for n, d in self.digests.items() if found[n] != d]
-        if wrong:
-            n = wrong[0]
+        wrong = np.flatnonzero(found != self.digests)
+        if len(wrong):
+            first = int(wrong[0])
+            names = [self.basis.metas[i].name for i in wrong.tolist()]
             raise IntegrityError(
-                f"{what}: {len(wrong)} of {len(self.digests)} digests differ: {name_some(wrong)} "
-                f"(first: got {found[n]:016x}, expected {self.digests[n]:016x})"
+                f"{what}: {len(wrong)} of {len(self.digests)} digests differ: {name_some(names)} "
+                f"(first: got {int(found[first]):016x}, expected {int(self.digests[first]):016x})"
             )
 
 

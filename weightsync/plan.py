@@ -13,6 +13,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from weightsync.bucket import Cut, cut_buckets
 from weightsync.errors import (
     DTypeMismatchError,
@@ -87,6 +90,17 @@ class RefitPlan:
     @cached_property
     def metas(self) -> tuple[TensorMeta, ...]:
         return tuple(t.meta for t in self.tensors)
+
+    @cached_property
+    def transfer_bytes(self) -> npt.NDArray[np.int64]:
+        """[transfers] bytes of each, in wire form."""
+        return np.array([t.num_bytes for t in self.transfers], dtype=np.int64)
+
+    @cached_property
+    def transfer_units(self) -> npt.NDArray[np.int64]:
+        """[transfers] bytes of one element of each, in wire form."""
+        items = [item_bytes(t.meta.dtype) for t in self.tensors]
+        return np.array([items[t.tensor] for t in self.transfers], dtype=np.int64)
 
     @cached_property
     def buckets(self) -> tuple[tuple[Cut, ...], ...]:
@@ -432,15 +446,19 @@ def on_devices(source: Layout, target: Layout, have: Capabilities) -> Capabiliti
     if not have.reads_cuda:
         raise UnavailableError(
             f"transport {have.name!r} moves host memory only, and the trainer's tensors lie on "
-            f"{theirs}; between two processes of one CUDA device use transport='ipc'"
+            f"{theirs}; between two processes of one CUDA device use transport='ipc', else 'p2p'"
         )
-    contracts = {
-        Contract.DIRECT: Availability(True),
-        Contract.STREAM: Availability(
+    stream = Availability(True)
+    if not have.streams_cuda:
+        stream = Availability(
             False, "a stream moves host memory only; send CUDA tensors as a module, mapping or list"
-        ),
-    }
-    return replace(have, contracts=contracts)
+        )
+    return replace(
+        have,
+        contracts={Contract.DIRECT: Availability(True), Contract.STREAM: stream},
+        costs={**have.costs, **have.cuda_costs},
+        direct_converts=have.direct_converts or have.cuda_converts,
+    )
 
 
 def _devices(layout: Layout) -> set[str]:

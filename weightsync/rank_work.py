@@ -12,28 +12,28 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from weightsync import native
 from weightsync.binding import (
-    Coverage,
     Spot,
-    StagingPlan,
     Table,
+    cuts_of,
     decode_entries,
     direct_table,
     landed_parts,
     place_table,
     plan_staging,
-    rebased,
+    read_digest_rows,
     slot_spots,
     unpack_table,
 )
 from weightsync.bucket import as_dtype
+from weightsync.coverage import Coverage, PlanShare, SlotIndex, plan_share
 from weightsync.deadline import CancelToken, Deadline
 from weightsync.device_tables import (
     CPU,
@@ -42,6 +42,7 @@ from weightsync.device_tables import (
     bytes_at,
     device_of,
     private_memory,
+    read_bytes,
     segment_copy,
 )
 from weightsync.digest import DigestTable
@@ -52,12 +53,11 @@ from weightsync.errors import (
     PeerLostError,
     ProtocolError,
     SessionError,
-    UnavailableError,
     WeightSyncError,
 )
 from weightsync.faults import reach
 from weightsync.layout import Layout
-from weightsync.manifest import Manifest
+from weightsync.manifest import Digests, Manifest, ManifestBasis, manifest_basis
 from weightsync.plan import RefitPlan, check_plan
 from weightsync.session import Job, JobDone, SessionSpec, StartJob, Version
 from weightsync.transports.base import PreparedRead, TargetEndpoint
@@ -66,13 +66,15 @@ from weightsync.types import (
     PauseMode,
     Placement,
     RegionAddress,
-    SlotKind,
     TensorMeta,
     VerifyMode,
 )
+from weightsync.watch import Look
 
 _LOG = logging.getLogger(__name__)
 _NUM_KEPT = 64
+#: So many tensors are looked at closely within a fraction of a millisecond.
+_FEW_TENSORS = 2048
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -127,8 +129,22 @@ class SessionStats:
         try:
             yield
         finally:
-            spent_s = time.perf_counter() - start_s
-            self.phases[phase] = self.phases.get(phase, 0.0) + spent_s
+            self.add(phase, time.perf_counter() - start_s)
+
+    def add(self, phase: str, seconds: float) -> None:
+        self.phases[phase] = self.phases.get(phase, 0.0) + seconds
+
+
+Landing = dict[tuple[int, int], Spot]
+
+
+@dataclass(frozen=True)
+class _Staging:
+    """What a placement needs, made once."""
+
+    memory: Memory | None
+    landing: Landing
+    regions: tuple[RegionAddress, ...]  # where reads land, under numbers of their own
 
 
 @dataclass
@@ -136,14 +152,23 @@ class _Open:
     """The open session of this rank."""
 
     spec: SessionSpec
-    landing: dict[tuple[int, int], Spot]
+    landing: Landing
     pin: object | None  # keeps the staging copy mapped while a job may use it
-    coverage: Coverage = field(default_factory=Coverage)
-    moves: list[tuple[int, RefitPlan]] = field(default_factory=list)
+    coverage: Coverage
+    moves: list[RefitPlan] = field(default_factory=list)  # that ended, in order
+    read_digests: list[Digests | None] = field(default_factory=list)  # of each, taken while reading
     manifest: Manifest | None = None
     paused_s: float | None = None  # when the pause began
     touched: bool = False
     stats: SessionStats = field(default_factory=SessionStats)
+
+
+@dataclass(frozen=True)
+class _PlacedDigests:
+    """A digest table and the place of each of its names in the manifest."""
+
+    table: DigestTable
+    places: Any  # int64 [names]
 
 
 class RankWork:
@@ -165,18 +190,30 @@ class RankWork:
         self._device = device_of(self._addresses, "the engine")
         by_region = {a.region: a.ptr for a in self._addresses}
         self._slots = slot_spots(self.layout, rank, by_region)
-        self._fingerprint = dict(adapter.fingerprint())
-        self._staging: dict[Placement, tuple[StagingPlan, Memory | None]] = {}
-        self._reads: Kept[tuple[str, str, Placement], PreparedRead] = Kept()
-        self._unpacks: Kept[tuple[str, bytes, int, Placement], tuple[list[Any], Table]] = Kept(1024)
-        self._digests: Kept[tuple[Any, ...], DigestTable] = Kept(8)
+        self._index = SlotIndex(self.layout, rank)
+        is_small = len(self._index) <= _FEW_TENSORS
+        self._look = Look.EVERYTHING if is_small else Look.IDENTITY
+        self._looker = ThreadPoolExecutor(1, "weightsync-look")
+        self._staging: dict[Placement, _Staging] = {}
+        self._reads: Kept[tuple[str, str, Placement, bool], PreparedRead] = Kept()
+        self._unpacks: Kept[tuple[str, bytes, int, Placement], tuple[Table, SegmentCopy]] = Kept(
+            1024
+        )
+        self._bases: Kept[tuple[str, ...], ManifestBasis] = Kept(8)
+        self._digests: Kept[tuple[Any, ...], _PlacedDigests] = Kept(8)
         self._places: Kept[tuple[Any, ...], tuple[SegmentCopy, SegmentCopy]] = Kept(8)
         self.plans: dict[str, RefitPlan] = {}
+        self._shares: dict[str, PlanShare] = {}
         self._sources: dict[str, Layout] = {}
         self._published: tuple[str, dict[str, Any]] | None = None
         self.endpoint: TargetEndpoint | None = None
         self._open: _Open | None = None
         self.stats = SessionStats()
+
+    @property
+    def device(self) -> str:
+        """Where the engine's tensors lie."""
+        return self._device
 
     # --- set-up, between sessions -----------------------------------------------------------------
 
@@ -187,9 +224,10 @@ class RankWork:
         self.plans.pop(plan.digest, None)
         self.plans[plan.digest] = plan
         self._sources[plan.digest] = source
+        self._shares[plan.digest] = plan_share(plan, self._index)
         while len(self.plans) > _NUM_KEPT:
             oldest = next(iter(self.plans))
-            del self.plans[oldest], self._sources[oldest]
+            del self.plans[oldest], self._sources[oldest], self._shares[oldest]
 
     def set_endpoint(self, endpoint: TargetEndpoint | None) -> None:
         """Another peer: what was opened of the former one is worth nothing."""
@@ -205,17 +243,26 @@ class RankWork:
             return
         plan = plan_staging(self.layout, self._rank, placement)
         memory = private_memory(plan.num_bytes, self._device) if plan.num_bytes else None
-        self._staging[placement] = (plan, memory)
+        landing = dict(self._slots) if placement is Placement.IN_PLACE else {}
+        regions: list[RegionAddress] = []
+        if memory is not None:
+            landing |= plan.spots(self.layout, memory.ptr)
+            regions.append(RegionAddress(0, memory.ptr, memory.num_bytes, self._device))
+        if placement is Placement.IN_PLACE:
+            shift = len(regions)
+            regions += [replace(a, region=a.region + shift) for a in self._addresses]
+        self._staging[placement] = _Staging(memory, landing, tuple(regions))
 
     def close(self) -> None:
         """Let go of everything; what a job still works on stays mapped for it."""
         self.set_endpoint(None)
+        self._looker.shutdown(wait=False)
         if self._open is None:  # else a job may look into them
             self._digests.clear()
             self._places.clear()
-        for _, memory in self._staging.values():
-            if memory is not None:
-                memory.close()
+        for staging in self._staging.values():
+            if staging.memory is not None:
+                staging.memory.close()
         self._staging.clear()
 
     # --- jobs ---------------------------------------------------------------------------------------
@@ -245,15 +292,14 @@ class RankWork:
         spec = job.spec
         self._hooks.on_begin(spec)
         self.ready_staging(spec.placement)
-        plan, memory = self._staging[spec.placement]
-        landing = dict(self._slots) if spec.placement is Placement.IN_PLACE else {}
-        if memory is not None:
-            landing |= plan.spots(self.layout, memory.ptr)
-        self._open = opened = _Open(spec, landing, None if memory is None else memory.pin())
+        staging = self._staging[spec.placement]
+        pin = None if staging.memory is None else staging.memory.pin()
+        coverage = Coverage(self._index)
+        self._open = opened = _Open(spec, staging.landing, pin, coverage)
         self.stats = opened.stats
         if spec.placement is Placement.IN_PLACE:
             self._pause(opened, spec.deadline_s, token)
-        self._check_fingerprint("at the beginning of an update")
+        self._check_fingerprint("at the beginning of an update", self._look)
         self._adapter.begin_update(spec)
         reach("engine.opened")
 
@@ -265,42 +311,57 @@ class RankWork:
             raise ProtocolError("the plan of this move was never handed over; connect again")
         if self.endpoint is None:
             raise PeerLostError("the transport of this run is not attached; connect again")
-        opened.coverage.expect(job.move_id, plan, self.layout, self._rank)
+        opened.coverage.expect(job.move_id, self._shares[plan.digest])
         deadline = self._deadline(opened.spec, opened.spec.deadline_s, "move", token)
-        with opened.stats.timed("move"):
+        digests: Digests | None = None
+        with opened.stats.timed("move"), self._looking("while reading"):
             if plan.contract is Contract.DIRECT:
-                self._read_direct(opened, job, plan, deadline)
+                digests = self._read_direct(opened, job, plan, deadline)
             else:
                 self._receive_stream(opened, job, plan, deadline)
         opened.coverage.settle()
-        opened.moves.append((job.move_id, plan))
+        opened.moves.append(plan)
+        opened.read_digests.append(digests)
         opened.stats.num_bytes += plan.total_bytes
         reach("engine.moved")
 
     def _read_direct(
         self, opened: _Open, job: StartJob, plan: RefitPlan, deadline: Deadline
-    ) -> None:
+    ) -> Digests | None:
+        """Returns the digests of ``plan.metas`` if they were taken on the way."""
         if self.endpoint is None:
             raise PeerLostError("the transport of this run is not attached; connect again")
         direct = self.endpoint.direct()
         epoch, placement = str(job.payload.get("epoch")), opened.spec.placement
         descriptor = self._publication(epoch, job.payload.get("publication"))
         with opened.stats.timed("register"):
-            addresses = direct.open(descriptor, self._local_regions(placement), deadline)
+            addresses = direct.open(descriptor, self._staging[placement].regions, deadline)
+        # What is read back in place need not be digested twice.
+        is_read_back = (
+            opened.spec.verify is VerifyMode.READ_BACK and placement is Placement.IN_PLACE
+        )
+        has_digests = direct.digests_reads and not is_read_back
 
         def prepare() -> PreparedRead:
             source = self._sources[plan.digest]
             rows = direct_table(plan, source, addresses, opened.landing, self._rank)
-            return direct.prepare(rows)
+            digested = None
+            if has_digests:
+                digested = read_digest_rows(plan, source, addresses, self._rank)
+            return direct.prepare(rows, digested)
 
         with opened.stats.timed("register"):
-            prepared = self._reads.get((plan.digest, epoch, placement), prepare)
+            key = (plan.digest, epoch, placement, has_digests)
+            prepared = self._reads.get(key, prepare)
         self._touch(opened)
         start_s = time.perf_counter()
         direct.read(prepared, deadline)
         spent_s = time.perf_counter() - start_s
+        if prepared.device_s is not None:
+            opened.stats.add("read_device", prepared.device_s)
         opened.stats.buckets.append((prepared.num_bytes, len(plan.transfers), spent_s))
-        opened.coverage.all_arrived(job.move_id, plan, self._rank)
+        opened.coverage.all_arrived(job.move_id)
+        return prepared.digests
 
     def _publication(self, epoch: str, descriptor: Any) -> dict[str, Any]:
         if isinstance(descriptor, dict):
@@ -308,16 +369,6 @@ class RankWork:
         if self._published is None or self._published[0] != epoch:
             raise ProtocolError(f"publication {epoch!r} was never described here; publish again")
         return self._published[1]
-
-    def _local_regions(self, placement: Placement) -> list[RegionAddress]:
-        """Where reads land, under numbers of their own."""
-        _, memory = self._staging[placement]
-        staged = [RegionAddress(0, memory.ptr, memory.num_bytes, self._device)] if memory else []
-        if placement is not Placement.IN_PLACE:
-            return staged
-        shift = len(staged)
-        live = [replace(a, region=a.region + shift) for a in self._addresses]
-        return [*staged, *live]
 
     def _touch(self, opened: _Open) -> None:
         """From here on an abort leaves live weights that nobody sent whole."""
@@ -331,9 +382,7 @@ class RankWork:
             raise PeerLostError("the transport of this run is not attached; connect again")
         if not any(t.target_rank == self._rank for t in plan.transfers):
             return  # nobody fills a slot for this rank
-        if self._device != CPU:
-            raise UnavailableError(f"a stream cannot land on {self._device}: it moves host memory")
-        stream = self.endpoint.stream(deadline)
+        stream = self.endpoint.stream(deadline, self._device)
         stream.begin_move(opened.spec.session_id)
         while True:
             header, slot = stream.receive(deadline)
@@ -341,47 +390,46 @@ class RankWork:
                 stream.release(slot)
                 continue
             start_s = time.perf_counter()
-            blob = ctypes.string_at(slot.ptr + header.metadata_offset_bytes, header.metadata_bytes)
+            words_ptr = slot.ptr + header.metadata_offset_bytes
+            blob = read_bytes(words_ptr, header.metadata_bytes, self._device)
             # With the size: words that fit one slot may point outside another.
             key = (plan.digest, blob, header.data_bytes, opened.spec.placement)
 
-            def make(blob: bytes = blob, data: int = header.data_bytes) -> tuple[list[Any], Table]:
-                cuts = decode_entries(blob, plan, data)
-                return cuts, unpack_table(plan, cuts, opened.landing)
+            def make(
+                blob: bytes = blob, data: int = header.data_bytes
+            ) -> tuple[Table, SegmentCopy]:
+                entries = decode_entries(blob, plan, data)
+                rows = unpack_table(plan, cuts_of(entries), opened.landing)
+                return entries, segment_copy(rows, self._device)
 
-            cuts, rows = self._unpacks.get(key, make)
-            for cut in cuts:
-                opened.coverage.arrived(job.move_id, plan, cut)
+            entries, unpack = self._unpacks.get(key, make)
+            opened.coverage.arrived(job.move_id, entries)
             self._touch(opened)
-            self._copy(rebased(rows, source=slot.ptr), deadline)
+            self._copy(unpack, slot.ptr, deadline)
             stream.release(slot)
             spent_s = time.perf_counter() - start_s
-            opened.stats.buckets.append((header.data_bytes, len(cuts), spent_s))
+            opened.stats.buckets.append((header.data_bytes, len(entries), spent_s))
             reach("engine.bucket")
             if header.is_last:
                 return
 
-    def _copy(self, rows: Table, deadline: Deadline) -> None:
+    def _copy(self, unpack: SegmentCopy, slot_ptr: int, deadline: Deadline) -> None:
         cancel = None if deadline.token is None else deadline.token.native_flag
-        wanted = int(np.prod(rows[:, [2, 4, 7, 10]], axis=1).sum())
-        done = native.copy_segments(rows, num_threads=self._threads, cancel=cancel)
-        if done != wanted:
+        done = unpack.run(self._threads, source_base=slot_ptr, cancel=cancel)
+        if done != unpack.num_bytes:
             deadline.check()
             raise CancelledError("a copy was given up")
 
     def _do_prepare(self, job: StartJob, token: CancelToken) -> None:
         opened = self._session(job)
         reach("engine.prepare")
-        manifest = Manifest.from_json(job.payload.get("manifest"))
+        manifest = Manifest.from_json(job.payload.get("manifest"), self._basis(opened))
         names = opened.spec.scope.names
         if names is not None:
             names = frozenset(self.layout.resolve(names, "engine"))
-        opened.coverage.check_scope(self.layout, self._rank, names)
-        arrived = {name for name, _ in opened.coverage.keys}
-        if set(manifest.digests) != arrived:
-            raise IntegrityError("the manifest does not list exactly what arrived")
+        opened.coverage.check_scope(names)
         with opened.stats.timed("verify"):
-            manifest.check(self._digest_landed(opened), "what landed")
+            manifest.check(self._digest_landed(opened, manifest), "what landed")
         opened.manifest = manifest
         token_check = self._deadline(opened.spec, opened.spec.deadline_s, "prepare", token)
         token_check.check()
@@ -389,17 +437,29 @@ class RankWork:
         self._hooks.on_prepare(opened.spec)
         reach("engine.prepared")
 
-    def _digest_landed(self, opened: _Open) -> dict[str, int]:
-        return self._digest_at(opened, opened.landing, "landed")
+    def _basis(self, opened: _Open) -> ManifestBasis:
+        """Of the moves so far."""
 
-    def _digest_at(
-        self, opened: _Open, spots: dict[tuple[int, int], Spot], what: str
-    ) -> dict[str, int]:
-        key = (what, opened.spec.placement, *(plan.digest for _, plan in opened.moves))
+        def make() -> ManifestBasis:
+            return manifest_basis((plan.digest, plan.metas) for plan in opened.moves)
 
-        def make() -> DigestTable:
+        return self._bases.get(tuple(plan.digest for plan in opened.moves), make)
+
+    def _digest_landed(self, opened: _Open, manifest: Manifest) -> Digests:
+        taken = [d for d in opened.read_digests if d is not None]
+        if len(taken) == len(opened.moves):
+            return np.concatenate(taken) if taken else manifest.digests
+        found = np.zeros_like(manifest.digests)
+        self._digest_at(opened, opened.landing, "landed", found)
+        return found
+
+    def _digest_at(self, opened: _Open, spots: Landing, what: str, found: Digests) -> None:
+        """Digests of what lies at ``spots``, into their places of the manifest."""
+        basis = self._basis(opened)
+
+        def make() -> _PlacedDigests:
             parts = []
-            for _, plan in opened.moves:
+            for plan in opened.moves:
                 here = [
                     t
                     for t in plan.transfers
@@ -407,9 +467,11 @@ class RankWork:
                     and (plan.tensors[t.tensor].target, t.target_placed) in spots
                 ]
                 parts += landed_parts(plan, spots, here)
-            return DigestTable(parts, self._device)
+            table = DigestTable(parts, self._device)
+            return _PlacedDigests(table, basis.places(table.names))
 
-        return self._digests.get(key, make).compute(self._threads)
+        placed = self._digests.get((what, opened.spec.placement, *basis.plans), make)
+        found[placed.places] = placed.table.values(self._threads)
 
     def _do_place(self, job: StartJob, token: CancelToken) -> None:
         opened = self._session(job)
@@ -425,21 +487,18 @@ class RankWork:
         self._adapter.commit(Version(spec.run_id, spec.version))
         if spec.pause_mode is not PauseMode.IN_PLACE:  # which keeps what requests have computed
             self._adapter.flush_cache()
-        self._check_fingerprint("after an update")
+        self._check_fingerprint("after an update", self._look)
         if spec.verify is VerifyMode.READ_BACK:
             with opened.stats.timed("read_back"):
                 self._read_back(opened)
         reach("engine.placed")
 
     def _place_staged(self, opened: _Open) -> None:
-        keys = [
-            key
-            for name, j in opened.coverage.keys
-            if (key := (self.layout.index[name], j)) in self._slots
-        ]
-        digests = (opened.spec.placement, *(plan.digest for _, plan in opened.moves))
+        digests = (opened.spec.placement, *(plan.digest for plan in opened.moves))
 
         def make() -> tuple[SegmentCopy, SegmentCopy]:
+            arrived = (self._index.keys[n] for n in opened.coverage.complete.tolist())
+            keys = [key for key in arrived if key in self._slots]
             rows = place_table(self.layout, keys, opened.landing, self._slots)
             half = len(rows) // 2
             return (
@@ -449,16 +508,14 @@ class RankWork:
 
         first, second = self._places.get(digests, make)
         opened.touched = True
-        first.run(self._threads)
+        with self._looking("while placing"):
+            first.run(self._threads)
         reach("engine.half_placed")
         second.run(self._threads)
 
     def _write_opaque(self, opened: _Open) -> None:
-        for name, j in opened.coverage.keys:
-            i = self.layout.index[name]
-            tensor = self.layout.tensors[i]
-            if tensor.kind is not SlotKind.OPAQUE:
-                continue
+        for i, j in self._opaque_keys(opened):
+            name = self.layout.tensors[i].name
             spot = opened.landing[i, j]
             meta = TensorMeta(name, spot.dtype, spot.box.shape)
             opened.touched = True
@@ -473,16 +530,19 @@ class RankWork:
         """Digest the live tensors, unless (affine, in place) that is what was verified already."""
         if opened.manifest is None:
             raise SessionError("a session without a manifest cannot be read back")
-        names = [name for name, _ in opened.coverage.keys]
-        kinds = {n: self.layout.tensors[self.layout.index[n]].kind for n in names}
-        opaque = [n for n in names if kinds[n] is SlotKind.OPAQUE]
-        found: dict[str, int] = {}
+        manifest = opened.manifest
+        found = manifest.digests.copy()  # in place these are what was read back already
         if opened.spec.placement is Placement.STAGED:
-            found |= self._digest_at(opened, self._slots, "live")
-        else:
-            found |= {n: opened.manifest.digests[n] for n in names if kinds[n] is SlotKind.AFFINE}
-        found |= self._adapter.digest(opaque) if opaque else {}
-        opened.manifest.check(found, "live tensors after the update")
+            self._digest_at(opened, self._slots, "live", found)
+        opaque = [self.layout.tensors[i].name for i, _ in self._opaque_keys(opened)]
+        if opaque:
+            live = self._adapter.digest(opaque)
+            found[manifest.basis.places(live)] = list(live.values())
+        manifest.check(found, "live tensors after the update")
+
+    def _opaque_keys(self, opened: _Open) -> list[tuple[int, int]]:
+        arrived = opened.coverage.complete
+        return [self._index.keys[n] for n in arrived[self._index.is_opaque[arrived]].tolist()]
 
     def _do_resume(self, job: StartJob, token: CancelToken) -> None:
         reach("engine.resume")
@@ -541,17 +601,27 @@ class RankWork:
             opened.stats.pause_s = time.perf_counter() - opened.paused_s
             opened.paused_s = None
 
-    def _check_fingerprint(self, when: str) -> None:
+    def _check_fingerprint(self, when: str, look: Look) -> None:
         """Nothing that a captured graph can see may ever move."""
-        now = dict(self._adapter.fingerprint())
-        if now == self._fingerprint:
+        moved = list(self._adapter.moved(look))
+        if moved:
+            raise IntegrityError(
+                f"{when}, {len(moved)} tensors of the engine are not where they were: {moved[:5]}; "
+                "they must never be re-allocated while a receiver serves the engine"
+            )
+
+    @contextmanager
+    def _looking(self, when: str) -> Iterator[None]:
+        """A close look at many tensors takes milliseconds, so it is taken while bytes move."""
+        if self._look is Look.EVERYTHING:  # they are few: it is taken before and after
+            yield
             return
-        changed = [n for n in self._fingerprint if now.get(n) != self._fingerprint[n]]
-        changed += [n for n in now if n not in self._fingerprint]
-        raise IntegrityError(
-            f"{when}, {len(changed)} tensors of the engine are not where they were: {changed[:5]}; "
-            "they must never be re-allocated while a receiver serves the engine"
-        )
+        looked = self._looker.submit(self._check_fingerprint, when, Look.EVERYTHING)
+        try:
+            yield
+        finally:
+            wait([looked])
+        looked.result()
 
 
 def _bytes_at(ptr: int, num_bytes: int) -> Any:

@@ -12,11 +12,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+import numpy as np
+
 from weightsync import config
 from weightsync.binding import source_parts
 from weightsync.control import ControlClient, HttpClient, LocalClient
 from weightsync.deadline import CancelToken
-from weightsync.device_tables import device_of
+from weightsync.device_tables import device_of, synchronize
 from weightsync.digest import DigestTable
 from weightsync.errors import (
     ConfigError,
@@ -28,14 +30,15 @@ from weightsync.errors import (
 )
 from weightsync.faults import reach
 from weightsync.link import Bound, EngineLink, new_session_id
-from weightsync.manifest import Manifest
-from weightsync.naming import Rule, RuledTensors, apply_rules
+from weightsync.manifest import Digests, Manifest, ManifestBasis, manifest_basis
+from weightsync.naming import Rule
 from weightsync.options import SenderOptions, resolve_options
+from weightsync.plan import RefitPlan
 from weightsync.report import EngineReport, UpdateReport
-from weightsync.sources import ModuleSource, chunks, pairs, resolve_bucket
+from weightsync.sources import ModuleSource, NamedSource, chunks, pairs, resolve_bucket
 from weightsync.tensors import LocalTensors, local_tensors
 from weightsync.transports import get_transport
-from weightsync.types import Contract, Outcome, RegionKind, TensorMeta
+from weightsync.types import Contract, Outcome, RegionAddress, RegionKind
 
 P = TypeVar("P")
 
@@ -49,9 +52,8 @@ class _Session:
     is_begun: bool = False
     is_commit_asked: bool = False
     error: WeightSyncError | None = None
-    metas: list[TensorMeta] = field(default_factory=list)
-    digests: dict[str, int] = field(default_factory=dict)
-    aliases: dict[str, str] = field(default_factory=dict)
+    moves: list[tuple[RefitPlan, Digests]] = field(default_factory=list)
+    manifest: Manifest | None = None
     num_bytes: int = 0
     contract: Contract | None = None
     stats: Mapping[str, Any] = field(default_factory=dict)
@@ -77,8 +79,10 @@ class Sender:
         self.options = options
         self._rules = rules
         self._module_source = ModuleSource(rules, options.cast)
+        self._named_source = NamedSource(rules or (), options.cast)
         self._update: Update | None = None
-        self._digest_tables: dict[str, tuple[tuple[int, ...], DigestTable]] = {}
+        self._digest_tables: dict[str, _SourceDigests] = {}
+        self._bases: dict[tuple[str, ...], ManifestBasis] = {}
         self._closed = threading.Event()
         # Two a link: giving up must not queue behind what is being given up.
         self._pool = ThreadPoolExecutor(2 * max(1, len(self._links)), "weightsync-sender")
@@ -176,6 +180,8 @@ class Sender:
         for link in self._links:
             link.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self._module_source.forget()
+        self._named_source.forget()
         for heart in self._hearts:
             heart.join(timeout=5.0)
 
@@ -201,17 +207,44 @@ class Sender:
             if error is not None:
                 raise error
 
-    def _digest(self, bound: Bound, tensors: LocalTensors) -> dict[str, int]:
-        addresses = tuple(a.ptr for a in tensors.addresses)
+    def _digest(self, bound: Bound, tensors: LocalTensors) -> Digests:
+        """Digests of ``bound.plan.metas``."""
         kept = self._digest_tables.get(bound.plan.digest)
-        if kept is None or kept[0] != addresses:
-            by_region = {a.region: a.ptr for a in tensors.addresses}
-            device = device_of(tensors.addresses, "what the trainer sends")
-            table = DigestTable(source_parts(bound.plan, tensors.layout, by_region), device)
-            kept = self._digest_tables[bound.plan.digest] = (addresses, table)
+        if kept is None or kept.addresses != tensors.addresses:
+            kept = _SourceDigests(tensors.addresses, *_source_digests(bound.plan, tensors))
+            self._digest_tables[bound.plan.digest] = kept
             while len(self._digest_tables) > 64:
                 self._digest_tables.pop(next(iter(self._digest_tables)))
-        return kept[1].compute(self.options.num_threads)
+        synchronize(kept.device)
+        found: Digests = np.zeros(len(bound.plan.metas), dtype=np.uint64)
+        found[kept.places] = kept.table.values(self.options.num_threads)
+        return found
+
+    def _basis(self, plans: Sequence[RefitPlan]) -> ManifestBasis:
+        key = tuple(plan.digest for plan in plans)
+        if key not in self._bases:
+            while len(self._bases) >= 8:
+                self._bases.pop(next(iter(self._bases)), None)
+            self._bases[key] = manifest_basis((plan.digest, plan.metas) for plan in plans)
+        return self._bases[key]
+
+
+@dataclass(frozen=True)
+class _SourceDigests:
+    """A digest table of a plan's sources, and the place of each of its names in the plan."""
+
+    addresses: tuple[RegionAddress, ...]  # those that it was made for
+    device: str
+    table: DigestTable
+    places: Any  # int64 [names]
+
+
+def _source_digests(plan: RefitPlan, tensors: LocalTensors) -> tuple[str, DigestTable, Any]:
+    by_region = {a.region: a.ptr for a in tensors.addresses}
+    device = device_of(tensors.addresses, "what the trainer sends")
+    table = DigestTable(source_parts(plan, tensors.layout, by_region), device)
+    place = {meta.name: i for i, meta in enumerate(plan.metas)}
+    return device, table, np.array([place[n] for n in table.names], dtype=np.int64)
 
 
 def _client(engine: Any, token: str | None) -> ControlClient:
@@ -299,8 +332,8 @@ class Update:
             return
         if hasattr(source, "items") or isinstance(source, list | tuple):
             named = source.items() if hasattr(source, "items") else source
-            ruled: RuledTensors = apply_rules(pairs(named), rules or ())
-            yield local_tensors(ruled.named, cast=cast), ruled.dropped
+            listed = list(pairs(named))  # kept alive here until they were sent
+            yield sender._named_source.collect(listed)
             return
         for ruled in chunks(source, rules or (), sender.options.bucket_bytes):
             gathered = local_tensors(ruled.named, cast=cast, kind=RegionKind.TEMPORARY)
@@ -312,18 +345,28 @@ class Update:
         self._num_moves += 1
 
         def act(session: _Session) -> None:
-            bound = self._ready(session, lambda: session.link.plan(tensors))
-            session.link.move(session.session_id, move_id, bound, tensors, session.token)
+            bound, digests, publication = self._ready(
+                session, lambda: self._describe(session, tensors)
+            )
+            link, session_id = session.link, session.session_id
+            link.move(session_id, move_id, bound, publication, session.token)
             reach("trainer.moved")
-            start_s = time.perf_counter()
-            session.digests |= self._sender._digest(bound, tensors)
-            session.digest_s += time.perf_counter() - start_s
-            session.metas += bound.plan.metas
-            session.aliases |= bound.plan.aliases
+            session.moves.append((bound.plan, digests))
             session.num_bytes += bound.plan.total_bytes
             session.contract = bound.plan.contract
 
         self._on_sessions(act)
+
+    def _describe(
+        self, session: _Session, tensors: LocalTensors
+    ) -> tuple[Bound, Digests, Mapping[str, Any]]:
+        """Plan, digests and publication, before the engine is asked for anything: it may pause."""
+        bound = session.link.plan(tensors)
+        publication = session.link.publish(bound, tensors)
+        start_s = time.perf_counter()
+        digests = self._sender._digest(bound, tensors)
+        session.digest_s += time.perf_counter() - start_s
+        return bound, digests, publication
 
     def _ready(self, session: _Session, make_plan: Callable[[], P]) -> P:
         """What to move, in an open session. An engine that let this run go since the last update
@@ -389,7 +432,10 @@ class Update:
                 raise MissingNameError("nothing was sent; call update.send(...) before leaving")
             # A round in which nobody has anything still ends its session.
             self._ready(session, lambda: None)
-        manifest = Manifest(tuple(session.metas), session.digests, session.aliases)
+        plans = [plan for plan, _ in session.moves]
+        taken = [digests for _, digests in session.moves]
+        values = np.concatenate(taken) if taken else np.zeros(0, dtype=np.uint64)
+        manifest = session.manifest = Manifest(self._sender._basis(plans), values)
         reach("trainer.prepare")
         session.link.prepare(session.session_id, manifest.to_json())
         reach("trainer.prepared")
@@ -428,18 +474,17 @@ class Update:
                 outcome, detail = Outcome.ABORTED, str(session.error)
         phases = dict(link.phases) | {"digest": session.digest_s}
         phases |= {f"engine_{k}": v for k, v in session.stats.get("phases", {}).items()}
-        manifest = Manifest(tuple(session.metas), session.digests)
         return EngineReport(
             url=link.peer,
             session_id=session.session_id,
             outcome=outcome,
             detail=detail,
             version=self.version if outcome is Outcome.COMMITTED else None,
-            num_tensors=len(session.metas),
+            num_tensors=sum(len(plan.metas) for plan, _ in session.moves),
             num_bytes=session.num_bytes,
             contract=session.contract,
             path=str(session.stats.get("path") or link.path),
             phases=phases,
             pause_s=float(session.stats.get("pause_s", 0.0)),
-            root=manifest.root if session.digests else "",
+            root=session.manifest.root if session.manifest and session.moves else "",
         )

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 from weightsync.errors import ConfigError
 from weightsync.naming import Rule, RuledTensors, apply_rules, module_tensors, rules_for
 from weightsync.tensors import LocalTensors, local_tensors, view_of
 from weightsync.types import CastPolicy, parse_bytes
+from weightsync.watch import Look, ModuleWatch, laziness, where
 
 #: On a CPU a slot of this size costs little beside its bytes, and two of them fit anywhere.
 _AUTO_BUCKET_BYTES = 64 * 2**20
@@ -26,27 +30,71 @@ class ModuleSource:
     def __init__(self, rules: Sequence[Rule] | None, cast: CastPolicy) -> None:
         self._rules, self._cast = rules, cast
         self._module: weakref.ref[Any] | None = None
-        self._seen: list[tuple[Any, ...]] = []
+        self._watch: ModuleWatch | None = None
         self._kept: tuple[LocalTensors, Mapping[str, str]] | None = None
 
     def collect(self, module: Any) -> tuple[LocalTensors, Mapping[str, str]]:
         """Its tensors after the rules, and what the rules dropped."""
-        named = [
-            *module.named_parameters(remove_duplicate=False),
-            *module.named_buffers(remove_duplicate=False),
-        ]
-        seen = [
-            (n, t.data_ptr(), t.dtype, t.shape, t.stride(), t.untyped_storage().nbytes())
-            for n, t in named
-        ]
-        is_lazy = any(t.is_conj() or t.is_neg() for _, t in named)  # resolved into copies
-        is_same = self._module is not None and self._module() is module and seen == self._seen
-        if self._kept is None or not is_same or is_lazy:
+        is_same = self._module is not None and self._module() is module
+        is_changed = self._watch is None or self._watch.has_changed(Look.EVERYTHING)
+        if self._kept is None or not is_same or is_changed:
+            self.forget()  # what is no longer sent need not stay in memory meanwhile
             rules = rules_for(module) if self._rules is None else self._rules
             ruled = module_tensors(module, rules)
-            self._kept = (local_tensors(ruled.named, cast=self._cast), ruled.dropped)
-            self._module, self._seen = weakref.ref(module), seen
+            kept = (local_tensors(ruled.named, cast=self._cast), ruled.dropped)
+            if any(_is_lazy(tensor) for _, tensor in ruled.named):
+                return kept  # resolved into a copy, which is made anew each time
+            self._kept, self._module = kept, weakref.ref(module)
+            self._watch = ModuleWatch(module)
         return self._kept
+
+    def forget(self) -> None:
+        """Keep nothing of the last module."""
+        self._module = self._kept = self._watch = None
+
+
+class NamedSource:
+    """A mapping or list as source; its layout is kept while its tensors lie where they did.
+
+    A new state dict of the same model is the same source. No tensor is kept alive.
+    """
+
+    def __init__(self, rules: Sequence[Rule], cast: CastPolicy) -> None:
+        self._rules, self._cast = rules, cast
+        self._names: list[str] = []
+        self._seen: object = None
+        self._kept: tuple[LocalTensors, Mapping[str, str]] | None = None
+
+    def collect(self, listed: Sequence[tuple[str, Any]]) -> tuple[LocalTensors, Mapping[str, str]]:
+        """The tensors after the rules, and what the rules dropped. The caller keeps the tensors."""
+        names, tensors = [name for name, _ in listed], [tensor for _, tensor in listed]
+        seen = (where(tensors), laziness(tensors)) if _are_plain(tensors) else None
+        is_same = seen is not None and (names, seen) == (self._names, self._seen)
+        if self._kept is not None and is_same:
+            return self._kept
+        self._kept = None
+        ruled = apply_rules(listed, self._rules)
+        found = (local_tensors(ruled.named, cast=self._cast), ruled.dropped)
+        if seen is not None and not any(map(_is_lazy, tensors)):
+            self._names, self._seen = names, seen
+            self._kept = (replace(found[0], views={}), found[1])
+        return found
+
+    def forget(self) -> None:
+        """Keep nothing of the last source."""
+        self._kept, self._names, self._seen = None, [], None
+
+
+def _are_plain(tensors: Sequence[Any]) -> bool:
+    """Whether they are torch tensors of which it can be asked where they lie."""
+    torch = sys.modules.get("torch")
+    if torch is None or not set(map(type, tensors)) <= {torch.Tensor, torch.nn.Parameter}:
+        return False
+    return set(map(attrgetter("layout"), tensors)) <= {torch.strided}
+
+
+def _is_lazy(tensor: Any) -> bool:
+    return bool(tensor.is_conj() or tensor.is_neg())
 
 
 def pairs(named: Any) -> Iterator[tuple[str, Any]]:

@@ -8,11 +8,22 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from weightsync.types import Convert
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DigestRows:
+    """Rows that digest memory, and which digest each of them adds to."""
+
+    rows: npt.NDArray[np.int64]  # [n, 15]
+    owners: npt.NDArray[np.int64]  # [n]
+    num_owners: int
+
 
 #: Outer dimensions that one native row can carry.
 _MAX_OUTER = 3

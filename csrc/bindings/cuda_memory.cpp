@@ -1,5 +1,7 @@
 #include "weightsync/cuda_memory.hpp"
 
+#include <pybind11/stl.h>
+
 #include "bindings.hpp"
 
 namespace py = pybind11;
@@ -8,9 +10,23 @@ namespace weightsync::bindings {
 
 void bind_cuda_memory(py::module_& module) {
     using released = py::call_guard<py::gil_scoped_release>;
+    module.def("cuda_held", [] {
+        const CudaHeld held = cuda_held();
+        return py::make_tuple(held.num_allocations, held.num_mappings);
+    });
     module.def("cuda_malloc", &cuda_malloc, py::arg("num_bytes"), py::arg("device"), released());
     module.def("cuda_free", &cuda_free, py::arg("ptr"), py::arg("device"), released());
     module.def("cuda_free_bytes", &cuda_free_bytes, py::arg("device"), released());
+    module.def("cuda_current_device", &cuda_current_device);
+    module.def("cuda_num_devices", &cuda_num_devices);
+    module.def("cuda_driver_version", &cuda_driver_version);
+    module.def(
+        "cuda_device_info",
+        [](int device) {
+            const CudaDeviceInfo found = cuda_device_info(device);
+            return py::make_tuple(found.name, found.num_bytes, found.major, found.minor);
+        },
+        py::arg("device"));
     module.def(
         "cuda_device_uuid", [](int device) { return py::bytes(cuda_device_uuid(device)); },
         py::arg("device"));
@@ -18,7 +34,8 @@ void bind_cuda_memory(py::module_& module) {
         "cuda_allocation",
         [](std::uint64_t ptr, int device) {
             const CudaAllocation found = cuda_allocation(ptr, device);
-            return py::make_tuple(found.base, found.num_bytes, found.id, found.is_shareable);
+            return py::make_tuple(found.base, found.num_bytes, found.id,
+                                  static_cast<int>(found.sharing));
         },
         py::arg("ptr"), py::arg("device"));
     module.def(
@@ -33,9 +50,24 @@ void bind_cuda_memory(py::module_& module) {
         },
         py::arg("handle"), py::arg("device"));
     module.def("cuda_unmap", &cuda_unmap, py::arg("base"), py::arg("device"), released());
+    module.def("cuda_export_fd", &cuda_export_fd, py::arg("base"), py::arg("device"), released());
+    module.def("cuda_import_fd", &cuda_import_fd, py::arg("fd"), py::arg("device"), released());
+    module.def("cuda_release_handle", &cuda_release_handle, py::arg("handle"), py::arg("device"),
+               released());
+    module.def("cuda_map_handles", &cuda_map_handles, py::arg("handles"), py::arg("num_bytes"),
+               py::arg("device"), released());
+    module.def("cuda_unmap_handles", &cuda_unmap_handles, py::arg("base"), py::arg("num_bytes"),
+               py::arg("device"), released());
     module.def("cuda_create_stream", &cuda_create_stream, py::arg("device"), released());
     module.def("cuda_wait_stream", &cuda_wait_stream, py::arg("stream"), py::arg("device"),
                released());
+    module.def("cuda_create_event", &cuda_create_event, py::arg("device"), released());
+    module.def("cuda_destroy_event", &cuda_destroy_event, py::arg("event"), py::arg("device"),
+               released());
+    module.def("cuda_record_event", &cuda_record_event, py::arg("event"), py::arg("stream"),
+               py::arg("device"), released());
+    module.def("cuda_elapsed_s", &cuda_elapsed_s, py::arg("start"), py::arg("stop"),
+               py::arg("device"), released());
     module.def("cuda_synchronize", &cuda_synchronize, py::arg("device"), released());
     module.def("cuda_copy", &cuda_copy, py::arg("target_ptr"), py::arg("source_ptr"),
                py::arg("num_bytes"), py::arg("device"), released());

@@ -5,6 +5,7 @@
 
 #include <cstring>
 
+#include "driver.cuh"
 #include "memory.cuh"
 
 namespace weightsync {
@@ -18,29 +19,9 @@ void* as_pointer(std::uint64_t address) { return reinterpret_cast<void*>(address
 
 std::uint64_t as_address(const void* ptr) { return reinterpret_cast<std::uint64_t>(ptr); }
 
-using GetAttributes = CUresult (*)(unsigned int, CUpointer_attribute*, void**, CUdeviceptr);
+cudaEvent_t as_event(std::uint64_t event) { return reinterpret_cast<cudaEvent_t>(event); }
 
-// The driver is never linked against: it is found at run time.
-GetAttributes find_get_attributes(int device) {
-    void* function = nullptr;
-    cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
-    const char* name = "cuPointerGetAttributes";
-#if CUDART_VERSION >= 12050
-    check(cudaGetDriverEntryPointByVersion(name, &function, 11040, cudaEnableDefault, &found),
-          "cudaGetDriverEntryPointByVersion", device);
-#elif CUDART_VERSION >= 12000
-    check(cudaGetDriverEntryPoint(name, &function, cudaEnableDefault, &found),
-          "cudaGetDriverEntryPoint", device);
-#else
-    check(cudaGetDriverEntryPoint(name, &function, cudaEnableDefault), "cudaGetDriverEntryPoint",
-          device);
-    if (function != nullptr) found = cudaDriverEntryPointSuccess;
-#endif
-    if (found != cudaDriverEntryPointSuccess || function == nullptr) {
-        throw CudaError("cudaErrorNotSupported", name, device, "the driver is too old");
-    }
-    return reinterpret_cast<GetAttributes>(function);
-}
+using GetAttributes = CUresult (*)(unsigned int, CUpointer_attribute*, void**, CUdeviceptr);
 
 }  // namespace
 
@@ -50,12 +31,16 @@ std::uint64_t cuda_malloc(std::uint64_t num_bytes, int device) {
     const cudaError_t error = cudaMalloc(&memory, num_bytes);
     if (error != cudaSuccess) cudaGetLastError();  // out of memory is no fault of the next launch
     check(error, "cudaMalloc", device);
+    ++cuda::num_allocations;
     return as_address(memory);
 }
 
 void cuda_free(std::uint64_t ptr, int device) {
     check(cudaFree(as_pointer(ptr)), "cudaFree", device);
+    --cuda::num_allocations;
 }
+
+CudaHeld cuda_held() { return {cuda::num_allocations.load(), cuda::num_mappings.load()}; }
 
 std::uint64_t cuda_free_bytes(int device) {
     const DeviceScope scope(checked_device(device));
@@ -63,6 +48,37 @@ std::uint64_t cuda_free_bytes(int device) {
     std::size_t all_bytes = 0;
     check(cudaMemGetInfo(&free_bytes, &all_bytes), "cudaMemGetInfo", device);
     return free_bytes;
+}
+
+int cuda_current_device() {
+    int device = 0;
+    check(cudaGetDevice(&device), "cudaGetDevice", 0);
+    return device;
+}
+
+int cuda_num_devices() {
+    int num_devices = 0;
+    if (cudaGetDeviceCount(&num_devices) != cudaSuccess) {
+        cudaGetLastError();
+        return 0;
+    }
+    return num_devices;
+}
+
+CudaDeviceInfo cuda_device_info(int device) {
+    cudaDeviceProp properties{};
+    check(cudaGetDeviceProperties(&properties, checked_device(device)), "cudaGetDeviceProperties",
+          device);
+    return {properties.name, properties.totalGlobalMem, properties.major, properties.minor};
+}
+
+std::string cuda_driver_version() {
+    int version = 0;
+    if (cudaDriverGetVersion(&version) != cudaSuccess || version == 0) {
+        cudaGetLastError();
+        return {};
+    }
+    return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
 }
 
 std::string cuda_device_uuid(int device) {
@@ -75,23 +91,33 @@ std::string cuda_device_uuid(int device) {
 CudaAllocation cuda_allocation(std::uint64_t ptr, int device) {
     const DeviceScope scope(checked_device(device));
     check(cudaFree(nullptr), "cudaFree", device);  // the driver answers only in a context
-    static const GetAttributes get_attributes = find_get_attributes(device);
+    static const auto get_attributes =
+        cuda::driver_function<GetAttributes>("cuPointerGetAttributes", 11040, device);
     CUdeviceptr base = 0;
+    CUdeviceptr piece = 0;
     std::size_t num_bytes = 0;
+    std::size_t piece_bytes = 0;
     unsigned long long id = 0;
-    int is_shareable = 0;
+    unsigned long long handle_types = 0;
+    int has_legacy_handle = 0;
     int ordinal = -1;
-    CUpointer_attribute wanted[] = {CU_POINTER_ATTRIBUTE_RANGE_START_ADDR,
-                                    CU_POINTER_ATTRIBUTE_RANGE_SIZE, CU_POINTER_ATTRIBUTE_BUFFER_ID,
-                                    CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE,
-                                    CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL};
-    void* values[] = {&base, &num_bytes, &id, &is_shareable, &ordinal};
-    const CUresult result = get_attributes(5, wanted, values, ptr);
+    CUpointer_attribute wanted[] = {
+        CU_POINTER_ATTRIBUTE_RANGE_START_ADDR, CU_POINTER_ATTRIBUTE_RANGE_SIZE,
+        CU_POINTER_ATTRIBUTE_BUFFER_ID,        CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE,
+        CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL,   CU_POINTER_ATTRIBUTE_MAPPING_BASE_ADDR,
+        CU_POINTER_ATTRIBUTE_MAPPING_SIZE,     CU_POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES};
+    void* values[] = {&base,    &num_bytes, &id,          &has_legacy_handle,
+                      &ordinal, &piece,     &piece_bytes, &handle_types};
+    const CUresult result = get_attributes(8, wanted, values, ptr);
     if (result != CUDA_SUCCESS || base == 0 || ordinal != device) {
         throw CudaError("cudaErrorInvalidValue", "cuPointerGetAttributes", device,
                         "not memory of this device (" + std::to_string(result) + ")");
     }
-    return {base, num_bytes, id, is_shareable != 0};
+    if (has_legacy_handle != 0) return {base, num_bytes, id, CudaSharing::kHandle};
+    // Of virtual memory management: the range is all that was reserved, and mapped piece by piece.
+    const bool has_fd = (handle_types & CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR) != 0;
+    if (piece == 0) return {base, num_bytes, id, CudaSharing::kNone};
+    return {piece, piece_bytes, id, has_fd ? CudaSharing::kFd : CudaSharing::kNone};
 }
 
 std::string cuda_export(std::uint64_t base, int device) {
@@ -115,12 +141,14 @@ std::uint64_t cuda_map(const std::string& handle, int device) {
     const cudaError_t error = cudaIpcOpenMemHandle(&memory, raw, cudaIpcMemLazyEnablePeerAccess);
     if (error != cudaSuccess) cudaGetLastError();
     check(error, "cudaIpcOpenMemHandle", device);
+    ++cuda::num_mappings;
     return as_address(memory);
 }
 
 void cuda_unmap(std::uint64_t base, int device) {
     const DeviceScope scope(checked_device(device));
     check(cudaIpcCloseMemHandle(as_pointer(base)), "cudaIpcCloseMemHandle", device);
+    --cuda::num_mappings;
 }
 
 std::uint64_t cuda_create_stream(int device) {
@@ -134,6 +162,30 @@ std::uint64_t cuda_create_stream(int device) {
 void cuda_wait_stream(std::uint64_t stream, int device) {
     const DeviceScope scope(checked_device(device));
     check(cudaStreamSynchronize(cuda::as_stream(stream)), "cudaStreamSynchronize", device);
+}
+
+std::uint64_t cuda_create_event(int device) {
+    const DeviceScope scope(checked_device(device));
+    cudaEvent_t event = nullptr;
+    check(cudaEventCreate(&event), "cudaEventCreate", device);
+    return as_address(event);
+}
+
+void cuda_destroy_event(std::uint64_t event, int device) {
+    check(cudaEventDestroy(as_event(event)), "cudaEventDestroy", device);
+}
+
+void cuda_record_event(std::uint64_t event, std::uint64_t stream, int device) {
+    const DeviceScope scope(checked_device(device));
+    check(cudaEventRecord(as_event(event), cuda::as_stream(stream)), "cudaEventRecord", device);
+}
+
+double cuda_elapsed_s(std::uint64_t start, std::uint64_t stop, int device) {
+    const DeviceScope scope(checked_device(device));
+    float spent_ms = 0;
+    check(cudaEventElapsedTime(&spent_ms, as_event(start), as_event(stop)), "cudaEventElapsedTime",
+          device);
+    return spent_ms * 1e-3;
 }
 
 void cuda_synchronize(int device) {

@@ -3,6 +3,7 @@
 
 #include <cuda_runtime.h>
 
+#include <atomic>
 #include <cstdint>
 #include <utility>
 #include <vector>
@@ -20,6 +21,10 @@ inline void check(cudaError_t error, const char* call, int device) {
 inline cudaStream_t as_stream(std::uintptr_t stream) {
     return reinterpret_cast<cudaStream_t>(stream);
 }
+
+// Live allocations and mappings of this process, for cuda_held.
+inline std::atomic<std::int64_t> num_allocations{0};
+inline std::atomic<std::int64_t> num_mappings{0};
 
 // Makes `device` current for a scope.
 class DeviceScope {
@@ -61,6 +66,7 @@ class DeviceArray {
         void* memory = nullptr;
         check(cudaMalloc(&memory, size * sizeof(T)), "cudaMalloc", device);
         ptr_ = static_cast<T*>(memory);
+        ++num_allocations;
     }
     DeviceArray(const std::vector<T>& values, int device) : DeviceArray(values.size(), device) {
         if (values.empty()) return;
@@ -88,6 +94,7 @@ class DeviceArray {
   private:
     cudaError_t free() {
         if (ptr_ == nullptr) return cudaSuccess;
+        --num_allocations;
         return cudaFree(std::exchange(ptr_, nullptr));  // finds the device by the address
     }
 

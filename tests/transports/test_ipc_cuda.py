@@ -14,16 +14,25 @@ from processes import Child, Pipe, open_fds
 
 from engine_adapter.module import ModuleAdapter
 from weightsync import native
-from weightsync.errors import PeerLostError, ProtocolError, UnavailableError, WeightSyncError
+from weightsync.errors import (
+    CapacityError,
+    PeerLostError,
+    ProtocolError,
+    TransportError,
+    UnavailableError,
+    WeightSyncError,
+)
 from weightsync.receiver import Receiver
 from weightsync.sender import Sender
-from weightsync.transports.ipc_cuda import (
+from weightsync.transports.cuda_allocations import (
     Allocation,
-    CudaPath,
-    CudaSource,
+    Found,
+    Sharing,
+    as_allocations,
     find_allocations,
     parse_device,
 )
+from weightsync.transports.ipc_cuda import CudaPath, CudaSource
 from weightsync.transports.published import Publisher
 from weightsync.types import RegionAddress
 
@@ -37,6 +46,16 @@ GOOD = {
 }
 
 
+PIECED = {
+    "uuid": UUID,
+    "allocations": [{"ptr": 4096, "num_bytes": 96, "pieces": [["1f", 32], ["2f", 64]]}],
+}
+
+
+def pieced(**changes: Any) -> dict[str, Any]:
+    return {"uuid": UUID, "allocations": [{**PIECED["allocations"][0], **changes}]}  # type: ignore[dict-item]
+
+
 def described(**changes: Any) -> dict[str, Any]:
     return {"uuid": UUID, "allocations": [{**GOOD["allocations"][0], **changes}]}  # type: ignore[dict-item]
 
@@ -47,6 +66,9 @@ def test_a_descriptor_survives_the_wire() -> None:
     assert allocations == (Allocation(4096, 8192, "1f", HANDLE),)
     assert [a.to_json() for a in allocations] == GOOD["allocations"]
     assert parse_device({"uuid": UUID, "allocations": []}) == (UUID, ())
+    _, allocations = parse_device(json.loads(json.dumps(PIECED)))
+    assert allocations == (Allocation(4096, 96, pieces=(("1f", 32), ("2f", 64))),)
+    assert [a.to_json() for a in allocations] == PIECED["allocations"]
 
 
 @pytest.mark.parametrize(
@@ -64,6 +86,14 @@ def test_a_descriptor_survives_the_wire() -> None:
         (described(ptr=2**63 - 1), "out of range"),
         (described(surplus=1), "surplus"),
         ({**GOOD, "allocations": described()["allocations"] * 2}, "overlap"),
+        (pieced(pieces=[]), "sizes in field 'pieces'"),
+        (pieced(pieces=[["1f", 32], ["2f", 65]]), "sizes in field 'pieces'"),
+        (pieced(pieces=[["1f", 97], ["2f", -1]]), "sizes in field 'pieces'"),
+        (pieced(pieces=[["1f"]]), "'pieces' holds"),
+        (pieced(pieces=["1f"]), "'pieces' holds"),
+        (pieced(pieces=[[1, 96]]), "'pieces' holds"),
+        (pieced(pieces=[["1f", True]]), "'pieces' holds"),
+        (pieced(handle=HANDLE), "unknown field 'handle'"),
     ],
 )
 def test_a_descriptor_that_cannot_be(value: object, message: str) -> None:
@@ -71,12 +101,12 @@ def test_a_descriptor_that_cannot_be(value: object, message: str) -> None:
         parse_device(value)
 
 
-def look_up(asked: list[int], is_shareable: bool = True) -> Callable[[int], Any]:
+def look_up(asked: list[int], sharing: Sharing = Sharing.HANDLE) -> Callable[[int], Any]:
     """Allocations of 1000 bytes at each multiple of 1000, numbered."""
 
-    def ask(ptr: int) -> tuple[int, int, int, bool]:
+    def ask(ptr: int) -> tuple[int, int, int, int]:
         asked.append(ptr)
-        return ptr // 1000 * 1000, 1000, ptr // 1000, is_shareable
+        return ptr // 1000 * 1000, 1000, ptr // 1000, sharing
 
     return ask
 
@@ -89,7 +119,10 @@ def test_an_allocation_is_found_once() -> None:
     asked: list[int] = []
     regions = on_cuda((3500, 500), (1000, 10), (1500, 500), (3000, 1), (0, 0))
     found = find_allocations(regions, look_up(asked))
-    assert found == [(1000, 1000, 1), (3000, 1000, 3)]
+    assert found == [
+        Found(1000, 1000, 1, Sharing.HANDLE),
+        Found(3000, 1000, 3, Sharing.HANDLE),
+    ]
     assert asked == [1000, 3000]
 
 
@@ -98,9 +131,46 @@ def test_regions_outside_one_allocation() -> None:
         find_allocations(on_cuda((1500, 501)), look_up([]))
 
 
+def test_a_region_may_lie_in_several_pieces() -> None:
+    asked: list[int] = []
+    regions = on_cuda((1500, 1700), (3500, 100), (6000, 1000))
+    found = find_allocations(regions, look_up(asked, Sharing.FD))
+    assert [f.ptr for f in found] == [1000, 2000, 3000, 6000]
+    assert asked == [1500, 2000, 3000, 6000]
+    assert as_allocations(found, export=lambda ptr: b"") == [
+        Allocation(1000, 3000, pieces=(("1", 1000), ("2", 1000), ("3", 1000))),
+        Allocation(6000, 1000, pieces=(("6", 1000),)),
+    ]
+
+
+def test_pieces_and_allocations_side_by_side() -> None:
+    kinds = [Sharing.FD, Sharing.HANDLE, Sharing.FD, Sharing.FD]
+    found = [Found(1000 * i, 1000, i, kind) for i, kind in enumerate(kinds)]
+    made = as_allocations(found, export=lambda ptr: bytes([ptr // 1000]) * 64)
+    assert made == [
+        Allocation(0, 1000, pieces=(("0", 1000),)),
+        Allocation(1000, 1000, "1", "01" * 64),
+        Allocation(2000, 2000, pieces=(("2", 1000), ("3", 1000))),
+    ]
+
+
 def test_memory_that_has_no_handle() -> None:
-    with pytest.raises(UnavailableError, match=r"expandable_segments.*PYTORCH_CUDA_ALLOC_CONF"):
-        find_allocations(on_cuda((1500, 5)), look_up([], is_shareable=False))
+    with pytest.raises(UnavailableError, match=r"POSIX_FILE_DESCRIPTOR.*expandable_segments"):
+        find_allocations(on_cuda((1500, 5)), look_up([], Sharing.NONE))
+
+
+def cuda_error(name: str) -> Exception:
+    error = native.CudaError(f"a call: {name}")
+    error.error_name = name
+    return error
+
+
+def test_memory_that_was_freed_or_released() -> None:
+    def nothing(ptr: int) -> Any:
+        raise cuda_error("cudaErrorInvalidValue")
+
+    with pytest.raises(TransportError, match=r"region 0 .* at 0x5dc on cuda:0.*freed, or released"):
+        find_allocations(on_cuda((1500, 5)), nothing)
 
 
 # --- two processes --------------------------------------------------------------------------------
@@ -164,9 +234,13 @@ def assert_holds(module: Any, seed: int) -> None:
 
 def trainer(pipe: Pipe) -> None:
     """Child: a trainer that does as it is told."""
+    serve(pipe, _Trainer())
+
+
+def serve(pipe: Pipe, state: _Trainer) -> None:
+    """Calls its methods by name until the parent has enough."""
     import torch
 
-    state = _Trainer()
     while True:
         verb, *arguments = pipe.receive(300.0)
         try:
@@ -371,24 +445,11 @@ def test_nothing_grows(placement: str) -> None:
 def test_what_cannot_be_sent_is_refused() -> None:
     with engine() as (module, receiver), far_trainer() as far:
         far("make", 1)
-        far("connect", receiver.url, {"contract": "stream"})
-        assert "a stream moves host memory only" in far.failure("refit", 1, 1)
-        far("close")
         far("connect", receiver.url, {})
-        assert "a stream moves host memory only" in far.failure("refit", 1, 1, "generator")
         assert far("refit", 2, 2)["outcome"] == "committed"
         assert_holds(module, 2)
         far("make_on_host", 1)
         assert "both must lie on" in far.failure("refit_held", 3)
-
-
-@pytest.mark.gpu
-def test_expandable_segments_are_refused_by_name() -> None:
-    setting = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    with engine() as (_, receiver), far_trainer(setting) as far:
-        far("make", 1)
-        far("connect", receiver.url, {})
-        assert "expandable_segments" in far.failure("refit", 1, 1)
 
 
 @pytest.mark.gpu
@@ -443,21 +504,21 @@ def test_allocations_are_mapped_once_and_unmapped_when_they_are_gone(
 ) -> None:
     cuda, path = FakeCuda(monkeypatch), CudaPath(is_own_process=False)
     regions = {0: (10_000, 100), 1: (14_000, 1000), 2: (20_007, 1), 3: (0, 0)}
-    first = path.map_device(allocations(2, 1), regions, LOCAL)
+    first = path.map_device(allocations(2, 1), regions, LOCAL, 1)
     one, two = sorted(cuda.mapped, key=cuda.mapped.__getitem__)
     assert first == {0: one, 1: one + 4000, 2: two + 7, 3: 0}
-    second = path.map_device(allocations(2, 3), {0: (20_000, 5000), 1: (30_000, 1)}, LOCAL)
+    second = path.map_device(allocations(2, 3), {0: (20_000, 5000), 1: (30_000, 1)}, LOCAL, 1)
     assert second[0] == two
     assert cuda.mapped.keys() == {two, second[1]}
     path.release()
     assert not cuda.mapped
-    path.map_device(allocations(1), {0: (10_000, 1)}, LOCAL)
+    path.map_device(allocations(1), {0: (10_000, 1)}, LOCAL, 1)
     assert len(cuda.mapped) == 1
     path.close()
     path.close()
     assert not cuda.mapped
     with pytest.raises(PeerLostError):
-        path.map_device(allocations(1), {0: (10_000, 1)}, LOCAL)
+        path.map_device(allocations(1), {0: (10_000, 1)}, LOCAL, 1)
 
 
 @pytest.mark.parametrize("span", [(9_999, 1), (14_999, 2), (15_000, 1), (30_000, 1)])
@@ -467,7 +528,7 @@ def test_a_region_outside_every_allocation(
     FakeCuda(monkeypatch)
     for device in (allocations(1, 2), allocations()):
         with pytest.raises(ProtocolError, match="region 5 lies in no allocation"):
-            CudaPath(is_own_process=False).map_device(device, {5: span}, LOCAL)
+            CudaPath(is_own_process=False).map_device(device, {5: span}, LOCAL, 1)
 
 
 def test_another_gpu_or_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -476,15 +537,37 @@ def test_another_gpu_or_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         UnavailableError, match=f"UUID {'cd' * 16}, the engine's on cuda:1 with UUID"
     ):
-        path.map_device(foreign, {0: (10_000, 1)}, LOCAL)
+        path.map_device(foreign, {0: (10_000, 1)}, LOCAL, 1)
     with pytest.raises(UnavailableError, match="the engine's on the host"):
-        path.map_device(allocations(1), {0: (10_000, 1)}, [RegionAddress(0, 64, 64)])
+        path.map_device(allocations(1), {0: (10_000, 1)}, [RegionAddress(0, 64, 64)], 1)
     assert not cuda.mapped
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "message"),
+    [
+        ("cudaErrorNotSupported", UnavailableError, r"CUDA IPC is refused here.*MIG.*doctor"),
+        ("cudaErrorInvalidResourceHandle", UnavailableError, r"CUDA IPC is refused here"),
+        ("cudaErrorMemoryAllocation", CapacityError, r"no room to map"),
+    ],
+)
+def test_what_cuda_refuses_is_explained(
+    monkeypatch: pytest.MonkeyPatch, name: str, kind: type[Exception], message: str
+) -> None:
+    def refuse(handle: bytes, device: int) -> int:
+        raise cuda_error(name)
+
+    FakeCuda(monkeypatch)
+    monkeypatch.setattr(native.extension, "cuda_map", refuse)
+    path = CudaPath(is_own_process=False)
+    with pytest.raises(kind, match=message):
+        path.map_device(allocations(1), {0: (10_000, 1)}, LOCAL, 1)
+    path.close()
 
 
 def test_the_own_process_is_not_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, path = FakeCuda(monkeypatch), CudaPath(is_own_process=True)
-    assert path.map_device(allocations(1), {0: (10_001, 1)}, LOCAL) == {0: 10_001}
+    assert path.map_device(allocations(1), {0: (10_001, 1)}, LOCAL, 1) == {0: 10_001}
     path.close()
     assert not cuda.mapped
 
@@ -496,9 +579,9 @@ def test_another_allocation_at_the_same_address_is_a_new_epoch(
     waited: list[int] = []
     identity = {10_000: 7, 20_000: 8}
 
-    def look_up(ptr: int, device: int) -> tuple[int, int, int, bool]:
+    def look_up(ptr: int, device: int) -> tuple[int, int, int, int]:
         base = ptr // 10_000 * 10_000
-        return base, 5000, identity[base], True
+        return base, 5000, identity[base], Sharing.HANDLE
 
     monkeypatch.setattr(native.extension, "cuda_synchronize", waited.append)
     monkeypatch.setattr(native.extension, "cuda_allocation", look_up)

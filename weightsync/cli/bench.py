@@ -11,12 +11,16 @@ from weightsync.presets import PRESETS
 from weightsync.transports import transport_names
 from weightsync.types import BUCKET_ALIGNMENT_BYTES, ContractChoice, Placement, parse_bytes
 
+#: The first three make what is made once.
+MIN_UPDATES = 4
+
 _EPILOG = """\
 A trainer process holds the model, an engine process holds the same model with other weights (with
 --engine core it generates all the while, which takes its share of the machine). Before
 every repeat the trainer changes every tensor; after every repeat each side digests its own live
-tensors, and both lists must agree. GB = 10^9 bytes, GiB = 2^30. Exit status: 0; 1 not verified or
-failed; 2 bad arguments; 3 a slow path under --strict.
+tensors, and both lists must agree; a model that was drawn on a GPU is also drawn anew, tensor by
+tensor, and compared with the engine's bit for bit. GB = 10^9 bytes, GiB = 2^30. Exit status: 0; 1 not
+verified, grown or failed; 2 bad arguments; 3 a slow path under --strict.
 """
 
 
@@ -35,6 +39,7 @@ class BenchSettings:
     json_file: Path | None
     plot_file: Path | None
     strict: bool
+    updates: int = 0
 
 
 def add_parser(commands: Any) -> None:
@@ -62,7 +67,13 @@ def add_parser(commands: Any) -> None:
         f"{', '.join(PRESETS)} (default: %(default)s, a transformers checkpoint written once to "
         "the user's cache)",
     )
-    parser.add_argument("--device", choices=["cpu"], default="cpu", help="default: %(default)s")
+    parser.add_argument(
+        "--device",
+        type=_device,
+        default="cpu",
+        metavar="cpu|cuda",
+        help="cuda, cuda:1, ...: one GPU holds both models, drawn there (default: %(default)s)",
+    )
     parser.add_argument(
         "--engine",
         choices=["module", "core"],
@@ -82,6 +93,13 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--repeat", type=_positive, default=5, metavar="N", help="default: %(default)s"
     )
+    parser.add_argument(
+        "--updates",
+        type=_updates,
+        default=0,
+        metavar="N",
+        help="then N updates more; status 1 if memory, files or handles of either side grew",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result as JSON")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw phases and rates")
     parser.add_argument(
@@ -94,6 +112,25 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a count >= 1")
     return int(text)
+
+
+def _updates(text: str) -> int:
+    if (count := _positive(text)) < MIN_UPDATES:
+        raise argparse.ArgumentTypeError(f"{count} updates show no growth: at least {MIN_UPDATES}")
+    return count
+
+
+def _device(text: str) -> str:
+    """Asks the driver, so only for a device that is asked for."""
+    if text == "cpu":
+        return text
+    from weightsync.cli.bench_cuda import check_device
+    from weightsync.errors import ConfigError
+
+    try:
+        return check_device(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _bucket(text: str) -> str:
@@ -126,5 +163,6 @@ def _run(args: argparse.Namespace) -> int:
             json_file=args.json,
             plot_file=args.plot,
             strict=args.strict,
+            updates=args.updates,
         )
     )

@@ -124,19 +124,26 @@ def drawn_module(preset: str) -> Any:
     generator = torch.Generator().manual_seed(1)
     noise = torch.randn(2**20, generator=generator).to(torch.bfloat16)
     for name, dtype, shape in get_preset(preset).tensors():
-        *path, leaf = name.split(".")
-        node = root
-        for part in path:
-            if part not in node._modules:
-                node.add_module(part, torch.nn.Module())
-            node = node.get_submodule(part)
         data = torch.empty(shape, dtype=getattr(torch, dtype))
         flat = data.view(-1)
         for start in range(0, flat.numel(), noise.numel()):
             part_of = flat[start : start + noise.numel()]
             part_of.copy_(noise[: part_of.numel()])
-        node.register_parameter(leaf, torch.nn.Parameter(data, requires_grad=False))
+        add_tensor(root, name, data)
     return root
+
+
+def add_tensor(root: Any, name: str, data: Any) -> None:
+    """Make ``data`` a parameter of the tree under ``root``, with the modules on the way."""
+    import torch
+
+    *path, leaf = name.split(".")
+    node = root
+    for part in path:
+        if part not in node._modules:
+            node.add_module(part, torch.nn.Module())
+        node = node._modules[part]
+    node.register_parameter(leaf, torch.nn.Parameter(data, requires_grad=False))
 
 
 def mask_of(version: int) -> int:
@@ -146,11 +153,15 @@ def mask_of(version: int) -> int:
 
 def change_all(module: Any, mask: int) -> None:
     """Flip low bits of every element of every parameter; values stay finite and near."""
+    for parameter in module.parameters():
+        parameter.data.view(bits_of(parameter)).bitwise_xor_(mask)
+
+
+def bits_of(tensor: Any) -> Any:
+    """The integer dtype of the size of its elements."""
     import torch
 
-    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    for parameter in module.parameters():
-        parameter.data.view(bits[parameter.element_size()]).bitwise_xor_(mask)
+    return {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
 
 
 def _hush_transformers() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from weightsync.cli.bench_growth import describe
 from weightsync.errors import MissingDependencyError
 from weightsync.types import format_bytes
 
@@ -26,20 +27,31 @@ def table(result: Mapping[str, Any]) -> str:
         "",
         f"{'phase':<{_WIDTH}}{'seconds':>10}{'GB/s':>9}",
     ]
-    moving = {"pack", "move", "digest", "verify", "place", "read_back"}
+    moving = {"pack", "move", "read_device", "digest", "verify", "place", "read_back"}
     for name, spent_s in result["phases"].items():
         rate = f"{total / spent_s / 1e9:9.2f}" if name in moving and spent_s > 0 else " " * 9
-        note = {"pack": "   within the move", "first_refit": "   with plan and register"}
+        note = {
+            "pack": "   within the move",
+            "read_device": "   within the move, by the device's clock",
+            "first_refit": "   with plan and register",
+        }
         label = "  " + name.replace("_", " ")
         lines.append(f"{label:<{_WIDTH}}{spent_s:>10.4f}{rate}{note.get(name, '')}".rstrip())
     lines.append(
         f"{'refit (median)':<{_WIDTH}}{seconds['median']:>10.4f}{result['gb_per_s']:9.2f}"
         f"   min {seconds['min']:.4f}, p99 {seconds['p99']:.4f}, {result['repeat']} repeats"
     )
-    lines += ["", *_limits(result), ""]
-    if "traffic" in result:
+    beside_s = result["seconds_beside_source_digest"]
+    lines.append(
+        f"{'  without the digest':<{_WIDTH}}{beside_s:>10.4f}{total / beside_s / 1e9:9.2f}"
+        "   that the trainer takes of its source"
+    )
+    lines += ["", *_limits(result)]
+    if result["growth"] is not None:
+        lines += [_row("growth", text) for text in describe(result["growth"])]
+    if result["traffic"] is not None:
         lines.append(_row("traffic", _served(result["traffic"])))
-    lines.append(_row("verified", _verdict(result)))
+    lines += ["", _row("verified", _verdict(result))]
     return "\n".join(lines)
 
 
@@ -58,9 +70,15 @@ def _served(traffic: Mapping[str, Any]) -> str:
 
 
 def _verdict(result: Mapping[str, Any]) -> str:
+    different = result["num_tensors_that_differ"]
     if result["verified"]:
-        return "yes: the engine's live tensors digest as the trainer's, after every refit"
-    if "traffic" in result and result["traffic"]["failures"]:
+        also = "" if different is None else "; drawn anew, they equal it bit for bit"
+        return f"yes: the engine's live tensors digest as the trainer's, after every refit{also}"
+    if different:
+        return f"NO: {different} tensors of the engine are not what was drawn"
+    if result["traffic"] is not None and not result["traffic"]["num_tokens"]:
+        return "NO: the engine served nobody"
+    if result["traffic"] is not None and result["traffic"]["failures"]:
         return "NO: the engine did not serve all the while"
     return "NO: digests of the engine's live tensors differ from the trainer's"
 
@@ -74,7 +92,7 @@ def _limits(result: Mapping[str, Any]) -> list[str]:
         _row(
             "fraction of ceiling",
             f"{result['fraction_of_ceiling']:.1%} whole refit, "
-            f"{result['move_fraction_of_ceiling']:.1%} move phase",
+            f"{result['move_fraction_of_ceiling']:.1%} move phase{_read_fraction(result)}",
         ),
         _row(
             "fit of the move",
@@ -82,13 +100,31 @@ def _limits(result: Mapping[str, Any]) -> list[str]:
             f"tensor + bytes at {bandwidth} (residual {fitted['relative_error']:.0%})",
         ),
         _row("pause of the engine", f"{result['pause_seconds']:.4f} s"),
-        _row(
-            "peak extra memory",
-            f"{format_bytes(result['peak_extra_bytes'])} (trainer "
-            f"{format_bytes(result['trainer_extra_bytes'])}, engine "
-            f"{format_bytes(result['engine_extra_bytes'])} beyond its staging copy of "
-            f"{format_bytes(result['placement_bytes'])})",
-        ),
+        *_memory(result),
+    ]
+
+
+def _read_fraction(result: Mapping[str, Any]) -> str:
+    spent_s = result["phases"].get("read_device")
+    if not spent_s:
+        return ""
+    rate = result["total_bytes"] / spent_s / 1e9
+    return f", {rate / result['ceiling_gb_per_s']:.1%} the read alone"
+
+
+def _memory(result: Mapping[str, Any]) -> list[str]:
+    staged = format_bytes(result["placement_bytes"])
+    trainer, engine = (
+        format_bytes(result[f"{role}_extra_bytes"]) for role in ("trainer", "engine")
+    )
+    if result["device"] == "cpu":
+        peak = format_bytes(result["peak_extra_bytes"])
+        beyond = f"beyond its staging copy of {staged}"
+        return [_row("peak extra memory", f"{peak} (trainer {trainer}, engine {engine} {beyond})")]
+    device = format_bytes(result["device_extra_bytes"])
+    return [
+        _row("extra device memory", f"{device} at the peak, a staging copy of {staged} included"),
+        _row("extra host memory", f"trainer {trainer}, engine {engine}"),
     ]
 
 

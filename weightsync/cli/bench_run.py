@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import platform
-import statistics
-import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any
 
-from weightsync import __version__
 from weightsync.cli.bench import BenchSettings
-from weightsync.cli.bench_fit import Sample, fit
+from weightsync.cli.bench_cuda import check_device_room
+from weightsync.cli.bench_figures import Measured, summarise
+from weightsync.cli.bench_fit import Sample
+from weightsync.cli.bench_growth import run_updates
 from weightsync.cli.bench_model import (
     ENGINE_MASK,
     ModelChoice,
@@ -24,55 +23,24 @@ from weightsync.cli.bench_model import (
 )
 from weightsync.cli.bench_process import WorkerProcess
 from weightsync.cli.bench_report import draw, table
+from weightsync.device_tables import CPU
 from weightsync.errors import ConfigError, IntegrityError, MissingDependencyError
 from weightsync.packages import is_installed
 from weightsync.transports import get_transport
-from weightsync.types import Placement
 
-#: Names of the phases of a refit, by the names in an engine's report whose seconds add up to them.
-#: ``prepare`` and ``commit`` are what these stages take beyond the work listed on its own.
-PHASES: dict[str, tuple[str, ...]] = {
-    "begin": ("begin",),
-    "pack": ("pack",),
-    "move": ("move",),
-    "digest": ("digest",),
-    "prepare": ("prepare", "-engine_verify"),
-    "verify": ("engine_verify",),
-    "place": ("engine_place",),
-    "read_back": ("engine_read_back",),
-    "commit": ("commit", "-engine_place", "-engine_read_back"),
-}
-#: Paid by the first refit of a connection only.
-ONCE_PHASES: dict[str, tuple[str, ...]] = {
-    "plan": ("plan",),
-    "register": ("register", "engine_register"),
-}
-
-
-@dataclass
-class Measured:
-    """What the repeats gave."""
-
-    connect_s: float = 0.0
-    first: dict[str, Any] = field(default_factory=dict)
-    refits: list[dict[str, Any]] = field(default_factory=list)
-    ceilings: list[float] = field(default_factory=list)
-    samples: list[Sample] = field(default_factory=list)
-    num_threads: int = 1
-    trainer_extra_bytes: int = 0
-    engine_extra_bytes: int = 0
-    is_verified: bool = True
-    num_tensors: int = 0
-    total_bytes: int = 0
-    traffic: dict[str, Any] | None = None  # of an engine that generates
+#: No heartbeat on the way while files are counted: its connection is one on either side.
+_QUIET_LEASE_S = 3600.0
 
 
 def run_bench(settings: BenchSettings) -> int:
     """Measure, print the table, write the files; the exit status."""
-    check_packages(settings)
     choice = choose_model(settings.model)
-    check_room(choice, settings.placement, settings.bucket)
-    choice = ready_checkpoint(choice)
+    check_packages(settings, choice)
+    if settings.engine == "core" and settings.device != CPU:
+        raise ConfigError(f"--engine core runs on the CPU, not on {settings.device}")
+    if settings.device == CPU:
+        check_room(choice, settings.placement, settings.bucket)
+        choice = ready_checkpoint(choice)
     with WorkerProcess("engine") as engine, WorkerProcess("trainer") as trainer:
         measured = _measure(settings, choice, trainer, engine)
     result = summarise(settings, choice, measured)
@@ -82,15 +50,18 @@ def run_bench(settings: BenchSettings) -> int:
         settings.json_file.write_text(json.dumps(result, indent=1) + "\n")
     if settings.plot_file is not None:
         draw(result, settings.plot_file)
-    return 0 if result["verified"] else 1
+    has_grown = result["growth"] is not None and result["growth"]["grew"]
+    return 0 if result["verified"] and not has_grown else 1
 
 
-def check_packages(settings: BenchSettings) -> None:
+def check_packages(settings: BenchSettings, choice: ModelChoice) -> None:
     """Refuse before anything is loaded, with what to install.
 
     Raises :class:`MissingDependencyError` or :class:`ConfigError`.
     """
-    needed = [("torch", "hf", "models are torch modules"), ("transformers", "hf", "it loads them")]
+    needed = [("torch", "hf", "models are torch modules")]
+    if settings.device == CPU or choice.directory is not None:
+        needed.append(("transformers", "hf", "it loads them"))
     if settings.plot_file is not None:
         needed.append(("matplotlib", "bench", "--plot draws with it"))
     for package, extra, why in needed:
@@ -108,10 +79,17 @@ def _measure(
     settings: BenchSettings, choice: ModelChoice, trainer: WorkerProcess, engine: WorkerProcess
 ) -> Measured:
     show_progress(f"loading {choice.name} in both processes")
+    trainer.call("use", device=settings.device)
+    room = engine.call("use", device=settings.device)
+    if settings.device != CPU:
+        check_device_room(choice, settings.placement, room["room_bytes"])
     trainer.send("load", choice=asdict(choice), mask=0)
     load = "load_core" if settings.engine == "core" else "load"
     engine.call(load, choice=asdict(choice), mask=ENGINE_MASK)
     trainer.answer("load")
+    measured = Measured()
+    _change(trainer, measured, 0)  # its own pages, not the file's, before memory is watched
+    used_bytes = engine.call("held")["device_bytes"]
     url = engine.call("serve")["url"]
     options = {
         "transport": settings.transport,
@@ -120,10 +98,6 @@ def _measure(
         "contract": settings.contract,
         "strict": settings.strict,
     }
-    measured = Measured()
-    trainer.call(
-        "change", mask=mask_of(0)
-    )  # its own pages, not the file's, before memory is watched
     connected = trainer.call("connect", url=url, options=options)
     measured.connect_s = connected["connect_s"]
 
@@ -135,14 +109,32 @@ def _measure(
         show_progress(f"refit {i + 1} of {settings.repeat}")
         ceiling = trainer.call("ceiling", total_bytes=choice.total_bytes)
         measured.ceilings.append(ceiling["gb_per_s"])
-        measured.num_threads = ceiling["num_threads"]
+        measured.ceiling = ceiling["what"]
         measured.refits.append(_refit(trainer, engine, measured, version=i + 2))
     if settings.engine == "core":
         measured.traffic = engine.call("stop_traffic")
     trainer.call("drop_ceiling")
     last = _measure_scopes(trainer, measured, settings.repeat + 2)
-    _measure_memory(trainer, engine, measured, {"url": url, "options": options}, last)
+    connection = {"url": url, "options": options}
+    _measure_memory(trainer, engine, measured, connection, last)
+    measured.device_extra_bytes -= used_bytes
+    if settings.updates:
+        connection["options"] = {**options, "lease_s": _QUIET_LEASE_S}
+        trainer.call("connect", **connection)
+        workers = {"trainer": trainer, "engine": engine}
+        measured.growth, flipped = run_updates(workers, settings.updates, last + 1)
+        measured.flipped ^= flipped
+        _refit(trainer, engine, measured, last + 1 + settings.updates, is_sampled=False)
+    preset = choice.preset if choice.directory is None else None
+    found = engine.call("compare", preset=preset, mask=measured.flipped)
+    measured.num_different = found["num_different"]
     return measured
+
+
+def _change(trainer: WorkerProcess, measured: Measured, version: int) -> None:
+    mask = mask_of(version)
+    trainer.call("change", mask=mask)
+    measured.flipped ^= mask
 
 
 def _refit(
@@ -154,7 +146,7 @@ def _refit(
     is_sampled: bool = True,
 ) -> dict[str, Any]:
     """One proven refit: everything differs before, nothing after; each side digests its own."""
-    trainer.call("change", mask=mask_of(version))
+    _change(trainer, measured, version)
     sent = trainer.call("digest")
     before = engine.call("digest")
     same = [n for n in before if before[n] == sent.get(n)]
@@ -190,7 +182,9 @@ def _measure_memory(
         worker.call("watch")
     _refit(trainer, engine, measured, version, is_sampled=False)
     measured.trainer_extra_bytes = trainer.call("watched")["extra_bytes"]
-    measured.engine_extra_bytes = engine.call("watched")["extra_bytes"]
+    watched = engine.call("watched")
+    measured.engine_extra_bytes = watched["extra_bytes"]
+    measured.device_extra_bytes = watched["device_peak_bytes"]
 
 
 def _agree(sent: Mapping[str, str], found: Mapping[str, str]) -> bool:
@@ -214,106 +208,3 @@ def _measure_scopes(trainer: WorkerProcess, measured: Measured, version: int) ->
         measured.samples.append(_sample(found))
         version += 1
     return version
-
-
-# --- figures --------------------------------------------------------------------------------------
-
-
-def summarise(settings: BenchSettings, choice: ModelChoice, measured: Measured) -> dict[str, Any]:
-    """The result under stable names (seconds, bytes, GB/s with GB = 10^9)."""
-    seconds = [r["seconds"] for r in measured.refits]
-    median_s = statistics.median(seconds)
-    ceiling = statistics.median(measured.ceilings)
-    move_s = statistics.median(r["phases"]["move"] for r in measured.refits)
-    rate = measured.total_bytes / median_s / 1e9
-    staged_bytes = measured.total_bytes if settings.placement == Placement.STAGED.value else 0
-    return {
-        "transport": settings.transport,
-        "device": settings.device,
-        "engine": settings.engine,
-        "model": choice.name,
-        "num_tensors": measured.num_tensors,
-        "total_bytes": measured.total_bytes,
-        "bucket_bytes": _bucket_bytes(settings),
-        "placement": settings.placement,
-        "contract": measured.refits[-1]["contract"],
-        "path": measured.refits[-1]["path"],
-        "repeat": settings.repeat,
-        "seconds": {"median": median_s, "min": min(seconds), "p99": _percentile(seconds, 0.99)},
-        "phases": _phases(measured),
-        "gb_per_s": rate,
-        "move_gb_per_s": measured.total_bytes / move_s / 1e9,
-        "ceiling_gb_per_s": ceiling,
-        "ceiling": f"memcpy, {measured.num_threads} threads",
-        "fraction_of_ceiling": rate / ceiling,
-        "move_fraction_of_ceiling": measured.total_bytes / move_s / 1e9 / ceiling,
-        "fit": fit(measured.samples),
-        "pause_seconds": statistics.median(r["pause_s"] for r in measured.refits),
-        "peak_extra_bytes": max(measured.trainer_extra_bytes, measured.engine_extra_bytes),
-        "trainer_extra_bytes": measured.trainer_extra_bytes,
-        "engine_extra_bytes": measured.engine_extra_bytes,
-        "placement_bytes": staged_bytes,
-        "verified": measured.is_verified and _was_served(measured.traffic),
-        "versions": versions(),
-    } | ({} if measured.traffic is None else {"traffic": measured.traffic})
-
-
-def _was_served(traffic: Mapping[str, Any] | None) -> bool:
-    """Whoever asked the engine during the refits got an answer."""
-    return traffic is None or (not traffic["failures"] and traffic["num_tokens"] > 0)
-
-
-def _bucket_bytes(settings: BenchSettings) -> int:
-    from weightsync.sources import resolve_bucket
-
-    return resolve_bucket(settings.bucket)
-
-
-def _phases(measured: Measured) -> dict[str, float]:
-    """Median seconds by phase; what the connection and its first refit cost once, first."""
-    phases = {"connect": measured.connect_s}
-    phases |= {name: _added(measured.first, keys) for name, keys in ONCE_PHASES.items()}
-    for name, keys in PHASES.items():
-        if any(keys[-1].lstrip("-") in r["phases"] for r in measured.refits):
-            phases[name] = statistics.median(_added(r, keys) for r in measured.refits)
-    phases["first_refit"] = measured.first["seconds"]
-    return phases
-
-
-def _added(refit: Mapping[str, Any], keys: Sequence[str]) -> float:
-    """Sum of named seconds; a leading minus takes away."""
-    found: Mapping[str, float] = refit["phases"]
-    total = sum(found.get(k.lstrip("-"), 0.0) * (-1 if k.startswith("-") else 1) for k in keys)
-    return max(0.0, total)
-
-
-def _percentile(values: Sequence[float], part: float) -> float:
-    """Nearest rank."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(part * len(ordered)))]
-
-
-def versions() -> dict[str, str]:
-    """What ran, for whoever reads the figures later."""
-    from importlib import metadata
-
-    found = {"weightsync": __version__, "python": sys.version.split()[0]}
-    for package in ("torch", "numpy", "transformers", "nixl-cu13", "nixl-cu12"):
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    found["platform"] = platform.platform()
-    found["processor"] = _processor()
-    return found
-
-
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                if line.startswith("model name"):
-                    return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.machine()

@@ -5,21 +5,22 @@ Run as ``python -m weightsync.cli.bench_worker ROLE COMMAND_FD ANSWER_FD``; stan
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Any
 
 from weightsync.cli.bench_core import Traffic, open_engine
-from weightsync.cli.bench_model import ModelChoice, change_all, load
-from weightsync.cli.memory_watch import MemoryWatch
+from weightsync.cli.bench_device import BenchDevice, HostDevice, bench_device
+from weightsync.cli.bench_growth import held_here
+from weightsync.cli.bench_model import ModelChoice, change_all
+from weightsync.cli.memory_watch import MemoryWatch, private_bytes
 from weightsync.errors import ConfigError, WeightSyncError, to_wire
-
-_CEILING_BYTES = 2**30
-_CEILING_MIN_BYTES = 128 * 2**20  # four times a large last-level cache: memory, not cache
 
 
 class _Worker:
@@ -27,20 +28,34 @@ class _Worker:
 
     def __init__(self) -> None:
         self.module: Any = None
-        self._watch: MemoryWatch | None = None
+        self.device: BenchDevice = HostDevice()
+        self._watches: list[MemoryWatch] = []
+
+    def use(self, device: str) -> dict[str, Any]:
+        """Before anything else."""
+        self.device = bench_device(device)
+        return {"room_bytes": self.device.room_bytes()}
 
     def load(self, choice: Mapping[str, Any], mask: int) -> dict[str, Any]:
-        self.module = load(ModelChoice(**choice), mask)
-        return {}
+        self.module = self.device.load(ModelChoice(**choice), mask)
+        return {"device_used_bytes": self.device.used_bytes()}
 
     def watch(self) -> dict[str, Any]:
-        self._watch = MemoryWatch()
+        self._watches = [MemoryWatch(private_bytes), MemoryWatch(self.device.used_bytes)]
         return {}
 
     def watched(self) -> dict[str, Any]:
-        if self._watch is None:
+        """Of this process; and the most that was in use on the device, by anybody."""
+        if not self._watches:
             raise ConfigError("nothing is being watched")
-        return {"extra_bytes": self._watch.extra_bytes()}
+        host, device = self._watches
+        return {"extra_bytes": host.extra_bytes(), "device_peak_bytes": device.peak_bytes()}
+
+    def held(self) -> dict[str, Any]:
+        """Everything that an update could leave behind."""
+        gc.collect()
+        self.device.room_bytes()  # what a framework keeps for itself is given back
+        return asdict(held_here(self.device.used_bytes()))
 
     def stop(self) -> dict[str, Any]:
         return {}
@@ -58,7 +73,7 @@ class EngineWorker(_Worker):
 
     def load_core(self, choice: Mapping[str, Any], mask: int) -> dict[str, Any]:
         self._core = open_engine(ModelChoice(**choice), mask)
-        return {}
+        return {"device_used_bytes": self.device.used_bytes()}
 
     def start_traffic(self) -> dict[str, Any]:
         self._traffic = Traffic(self._core)
@@ -89,6 +104,12 @@ class EngineWorker(_Worker):
         names = list(self._adapter.layout().index)
         return {n: f"{d:016x}" for n, d in self._adapter.digest(names).items()}
 
+    def compare(self, preset: str | None, mask: int) -> dict[str, Any]:
+        """Every bit against what a preset draws, with ``mask`` flipped; None: not drawn here."""
+        if preset is None:
+            return {"num_different": None}
+        return {"num_different": self.device.num_different(self.module, preset, mask)}
+
     def stop(self) -> dict[str, Any]:
         if self._traffic is not None:
             self.stop_traffic()
@@ -106,7 +127,6 @@ class TrainerWorker(_Worker):
         super().__init__()
         self._sender: Any = None
         self._scoped: dict[str, Any] = {}
-        self._ceiling: tuple[Any, Any] | None = None
 
     def connect(self, url: str, options: dict[str, Any]) -> dict[str, Any]:
         from weightsync.sender import Sender
@@ -160,27 +180,10 @@ class TrainerWorker(_Worker):
         return len(plan.buckets) if plan.contract == "stream" else 1
 
     def ceiling(self, total_bytes: int) -> dict[str, Any]:
-        """One plain memcpy over pre-faulted memory, in this run, with as many threads as we use."""
-        from weightsync import config, native
-        from weightsync.memory import HostMemory
-
-        if self._ceiling is None:
-            size = max(_CEILING_MIN_BYTES, min(total_bytes, _CEILING_BYTES))
-            self._ceiling = (HostMemory.anonymous(size), HostMemory.anonymous(size))
-            for memory in self._ceiling:
-                native.prefault(memory.ptr, memory.num_bytes)
-        source, target = self._ceiling
-        threads = config.num_threads()
-        start_s = time.perf_counter()
-        native.memcpy_bytes(target.ptr, source.ptr, source.num_bytes, num_threads=threads)
-        spent_s = time.perf_counter() - start_s
-        return {"gb_per_s": source.num_bytes / spent_s / 1e9, "num_threads": threads}
+        return self.device.ceiling(total_bytes)
 
     def drop_ceiling(self) -> dict[str, Any]:
-        """Give the ceiling's memory back before memory is watched."""
-        for memory in self._ceiling or ():
-            memory.close()
-        self._ceiling = None
+        self.device.drop_ceiling()
         return {}
 
     def stop(self) -> dict[str, Any]:

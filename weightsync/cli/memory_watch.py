@@ -1,8 +1,9 @@
-"""Peak memory of this process, as the kernel counts it."""
+"""Peak memory of a process, as the kernel counts it, or of a device."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 _PERIOD_S = 0.002
 
@@ -18,10 +19,11 @@ def private_bytes() -> int:
 
 
 class MemoryWatch:
-    """Samples this process on a thread until ``peak_bytes`` is asked for."""
+    """Samples ``read`` (bytes in use) on a thread until the watch is asked for."""
 
-    def __init__(self) -> None:
-        self.start_bytes = private_bytes()
+    def __init__(self, read: Callable[[], int]) -> None:
+        self._read = read
+        self.start_bytes = read()
         self._peak_bytes = self.start_bytes
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
@@ -29,10 +31,15 @@ class MemoryWatch:
 
     def _sample(self) -> None:
         while not self._stop.wait(_PERIOD_S):
-            self._peak_bytes = max(self._peak_bytes, private_bytes())
+            self._peak_bytes = max(self._peak_bytes, self._read())
+
+    def peak_bytes(self) -> int:
+        """The most that was in use; ends the watch."""
+        self._stop.set()
+        self._thread.join()
+        self._peak_bytes = max(self._peak_bytes, self._read())
+        return self._peak_bytes
 
     def extra_bytes(self) -> int:
         """The most that was in use above the start; ends the watch."""
-        self._stop.set()
-        self._thread.join()
-        return max(self._peak_bytes, private_bytes()) - self.start_bytes
+        return self.peak_bytes() - self.start_bytes

@@ -28,6 +28,7 @@ import numpy.typing as npt
 
 from weightsync.deadline import Deadline
 from weightsync.errors import ProtocolError
+from weightsync.tables import DigestRows
 from weightsync.types import Availability, Capabilities, CostConstants, RegionAddress
 
 __all__ = [
@@ -93,7 +94,10 @@ class SlotHeader:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One slot of a ring: an address of this process and its size in bytes."""
+    """One slot of a ring: an address of this process and its size in bytes.
+
+    The address is one of the ring's device.
+    """
 
     index: int
     ptr: int
@@ -102,10 +106,14 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class RingOptions:
-    """The ring a source makes: ``num_slots`` slots of ``slot_bytes`` bytes each."""
+    """The ring a source makes: ``num_slots`` slots of ``slot_bytes`` bytes each.
+
+    ``device``: where its slots lie in the source's process, ``cpu`` or ``cuda:<index>``.
+    """
 
     num_slots: int
     slot_bytes: int
+    device: str = "cpu"
 
 
 class StreamSource(ABC):
@@ -167,6 +175,9 @@ class PreparedRead:
     table: Table
     num_bytes: int
     state: Any = field(default=None, repr=False)  # of the transport
+    #: Of the last read, uint64 [num_owners]; None: it takes none.
+    digests: npt.NDArray[np.uint64] | None = None
+    device_s: float | None = None  # of the last read, by a device's own clock where one copied
 
 
 class DirectTarget(ABC):
@@ -175,16 +186,24 @@ class DirectTarget(ABC):
     @abstractmethod
     def open(
         self, descriptor: Descriptor, local: Sequence[RegionAddress], deadline: Deadline
-    ) -> dict[int, int]:
+    ) -> Mapping[int, int]:
         """Map what the source published; ``local`` is where reads will land.
 
         Returns for each published region the address by which read tables name it. Opening the same
         epoch and the same local regions again is cheap.
         """
 
+    @property
+    def digests_reads(self) -> bool:
+        """Whether a read of what is open can also digest what it reads, at no cost worth naming."""
+        return False
+
     @abstractmethod
-    def prepare(self, table: Table) -> PreparedRead:
-        """Make a segment table (source addresses as ``open`` returned them) ready to be read."""
+    def prepare(self, table: Table, digests: DigestRows | None = None) -> PreparedRead:
+        """Make a segment table (source addresses as ``open`` returned them) ready to be read.
+
+        ``digests`` is a wish: if it can be had, each read leaves ``PreparedRead.digests``.
+        """
 
     @abstractmethod
     def read(self, prepared: PreparedRead, deadline: Deadline) -> None:
@@ -238,8 +257,11 @@ class TargetEndpoint(Endpoint):
     """The engine's end."""
 
     @abstractmethod
-    def stream(self, deadline: Deadline) -> StreamTarget:
-        """The ring that the source made; waits until the source has made it."""
+    def stream(self, deadline: Deadline, device: str = "cpu") -> StreamTarget:
+        """The ring that the source made; waits until the source has made it.
+
+        ``device`` is where its slots are readable here; that must fit where the source has them.
+        """
 
     @abstractmethod
     def direct(self) -> DirectTarget:
@@ -260,9 +282,14 @@ class Transport(ABC):
         """What works on this machine, and why not. Cheap enough to call at every connect."""
 
     @abstractmethod
-    def open_source(self) -> SourceEndpoint:
-        """Raises :class:`UnavailableError` or :class:`MissingDependencyError`."""
+    def open_source(self, device: str = "cpu") -> SourceEndpoint:
+        """``device`` is where tensors are expected: what connects is measured there, if at all.
+
+        Raises :class:`UnavailableError` or :class:`MissingDependencyError`.
+        """
 
     @abstractmethod
-    def open_target(self, descriptor: Descriptor, deadline: Deadline) -> TargetEndpoint:
-        """Attach to the source that wrote ``descriptor``."""
+    def open_target(
+        self, descriptor: Descriptor, deadline: Deadline, device: str = "cpu"
+    ) -> TargetEndpoint:
+        """Attach to the source that wrote ``descriptor``; ``device`` as for ``open_source``."""

@@ -8,6 +8,7 @@ a peer is noticed at once.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import queue
 import secrets
@@ -15,7 +16,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from weightsync.deadline import Deadline
@@ -44,6 +45,10 @@ _HELLO_LIMIT_S = 5.0
 _MAX_STRANGERS = 64
 #: A send without a deadline of its own: small frames only wait when the peer stands still.
 _SEND_LIMIT_S = 10.0
+_CROWDED_S = 0.002
+
+#: Takes one frame and its descriptors over; may raise :class:`ProtocolError`, and must not wait.
+Taker = Callable[[dict[str, Any], list[int]], None]
 
 
 class Channel:
@@ -51,12 +56,16 @@ class Channel:
 
     A reader thread takes frames off the socket, so that a peer never blocks on a busy process. On
     one machine it also watches the peer's process: a child that the peer forked keeps the socket
-    open after the peer's death, and would hide it.
+    open after the peer's death, and would hide it. Frames of a kind in ``takers`` it hands over itself,
+    at once: for descriptors that must not pile up.
     """
 
-    def __init__(self, sock: socket.socket, peer: str) -> None:
+    def __init__(
+        self, sock: socket.socket, peer: str, takers: Mapping[str, Taker] | None = None
+    ) -> None:
         self._sock = sock
         self._peer = peer
+        self._takers = {} if takers is None else dict(takers)
         self._send_lock = threading.Lock()
         self._frames: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
         self._lost: str | None = None
@@ -117,6 +126,11 @@ class Channel:
             except BlockingIOError:
                 limit.check()
                 wait_ready([self._sock.fileno()], select.POLLOUT, limit.slice_s())
+            except OSError as error:
+                if error.errno != errno.ETOOMANYREFS:
+                    raise
+                limit.check()  # the peer has not taken the descriptors before these yet
+                time.sleep(_CROWDED_S)
 
     def receive(self, deadline: Deadline) -> Frame:
         """The next frame; its descriptors belong to the caller."""
@@ -181,7 +195,11 @@ class Channel:
     def _read_loop(self) -> None:
         try:
             while (frame := read_frame(self._sock, self._pidfd)) is not None:
-                self._frames.put(frame)
+                kind = frame[0].get("kind")
+                if isinstance(kind, str) and kind in self._takers:
+                    self._takers[kind](*frame)
+                else:
+                    self._frames.put(frame)
             self._mark_lost(f"{self._peer}: the process closed its channel or ended")
         except (OSError, ProtocolError, ValueError, RecursionError, MemoryError) as error:
             self._mark_lost(f"{self._peer}: the channel broke: {error}")
@@ -271,8 +289,10 @@ class Listener:
         self._sock.close()
 
 
-def connect(address: Mapping[str, Any], deadline: Deadline) -> Channel:
-    """Connect to a :class:`Listener` of another process."""
+def connect(
+    address: Mapping[str, Any], deadline: Deadline, takers: Mapping[str, Taker] | None = None
+) -> Channel:
+    """Connect to a :class:`Listener` of another process; ``takers`` as :class:`Channel` has them."""
     deadline.check()
     family, target, secret = _parse_address(address)
     sock = socket.socket(family, socket.SOCK_STREAM)
@@ -291,7 +311,7 @@ def connect(address: Mapping[str, Any], deadline: Deadline) -> Channel:
         ) from error
     sock.settimeout(None)
     _tune(sock)
-    return Channel(sock, deadline.peer)
+    return Channel(sock, deadline.peer, takers)
 
 
 def _parse_address(address: object) -> tuple[socket.AddressFamily, Any, str]:

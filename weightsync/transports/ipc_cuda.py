@@ -2,56 +2,59 @@
 
 A handle names a whole allocation, so allocations are what travels: once each, with the device's UUID
 (its number differs between processes) and an identity that no later allocation at the same address
-has. Mappings are closed explicitly, for a mapped allocation is not free even when its owner freed it.
+has. Memory of virtual memory management has no handles: its mapped pieces travel as file descriptors
+(:mod:`weightsync.transports.cuda_pieces`), and neighbours are mapped side by side, as they lie in the
+trainer. Mappings are closed explicitly, for a mapped allocation is not free even when its owner freed it.
 """
 
 from __future__ import annotations
 
 import bisect
-import itertools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 from weightsync import native
-from weightsync.device_tables import CudaCopy, cuda_errors, cuda_index, device_of, synchronize
-from weightsync.errors import PeerLostError, ProtocolError, TransportError, UnavailableError
+from weightsync.device_tables import (
+    CudaCopy,
+    CudaCopyDigest,
+    cuda_errors,
+    cuda_index,
+    device_of,
+    synchronize,
+)
+from weightsync.errors import (
+    CapacityError,
+    PeerLostError,
+    ProtocolError,
+    TransportError,
+    UnavailableError,
+)
+from weightsync.tables import DigestRows
 from weightsync.transports.base import Table
-from weightsync.transports.link import check_fields
-from weightsync.transports.published import DevicePath, DeviceSource, Span
+from weightsync.transports.cuda_allocations import (
+    Allocation,
+    Found,
+    Sharing,
+    as_allocations,
+    find_allocations,
+    parse_device,
+)
+from weightsync.transports.cuda_pieces import PieceBoard, release_handles, send_pieces
+from weightsync.transports.link import Link
+from weightsync.transports.published import DeviceCopied, DevicePath, DeviceSource, Span
 from weightsync.types import RegionAddress
 
 _LOG = logging.getLogger(__name__)
 
-_DEVICE_FIELDS: Final = {"uuid": str, "allocations": list}
-_ALLOCATION_FIELDS: Final = {"ptr": int, "num_bytes": int, "id": str, "handle": str}
-_HANDLE_BYTES: Final = 64
-_UUID_BYTES: Final = 16
-
-_NOT_SHAREABLE: Final = (
-    "{device}: the memory at {ptr:#x} cannot be opened by another process, as memory of "
-    "'expandable_segments:True' cannot; take that out of PYTORCH_CUDA_ALLOC_CONF (or "
-    "PYTORCH_ALLOC_CONF) of the trainer, or clone the tensors after "
-    "torch.cuda.memory._set_allocator_settings('expandable_segments:False')"
+_REFUSED: Final = (
+    "CUDA IPC is refused here ({error}). Trainer and engine need the same driver on one kernel; MIG slices, "
+    "sandboxes such as gVisor and containers that hide each other's GPU refuse it. `weightsync doctor "
+    "--device cuda` tries it; transport 'p2p' needs none of it"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Allocation:
-    """One allocation of the trainer; ``id`` and ``handle`` are hexadecimal."""
-
-    ptr: int
-    num_bytes: int
-    id: str
-    handle: str
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "ptr": self.ptr, "num_bytes": self.num_bytes, "id": self.id, "handle": self.handle,
-        }  # fmt: skip
 
 
 def uuid_of(index: int) -> str:
@@ -60,95 +63,74 @@ def uuid_of(index: int) -> str:
         return native.extension.cuda_device_uuid(index).hex()
 
 
-def parse_device(value: object) -> tuple[str, tuple[Allocation, ...]]:
-    """UUID and allocations of a descriptor. Raises :class:`ProtocolError` naming the field."""
-    what = "direct descriptor, 'device'"
-    fields = check_fields(value, _DEVICE_FIELDS, what)
-    _check_hex(fields["uuid"], _UUID_BYTES, what, "uuid")
-    found = []
-    for entry in fields["allocations"]:
-        row = check_fields(entry, _ALLOCATION_FIELDS, f"{what}, 'allocations'")
-        _check_hex(row["handle"], _HANDLE_BYTES, what, "handle")
-        if not row["num_bytes"] or row["ptr"] + row["num_bytes"] >= 2**63:
-            raise ProtocolError(f"{what}: field 'num_bytes' of an allocation is out of range")
-        found.append(Allocation(row["ptr"], row["num_bytes"], row["id"], row["handle"]))
-    found.sort(key=lambda a: a.ptr)
-    for a, b in itertools.pairwise(found):
-        if a.ptr + a.num_bytes > b.ptr:
-            raise ProtocolError(f"{what}: two allocations overlap at {b.ptr:#x}")
-    return fields["uuid"], tuple(found)
-
-
-def _check_hex(text: str, num_bytes: int, what: str, name: str) -> None:
-    try:
-        is_right = len(bytes.fromhex(text)) == num_bytes
-    except ValueError:
-        is_right = False
-    if not is_right:
-        raise ProtocolError(f"{what}: field {name!r} must be {num_bytes} bytes in hexadecimal")
-
-
-def find_allocations(
-    regions: Sequence[RegionAddress], look_up: Callable[[int], tuple[int, int, int, bool]]
-) -> list[tuple[int, int, int]]:
-    """The allocations (ptr, num_bytes, id) that hold the regions, each once, by rising address.
-
-    ``look_up`` tells of an address: ptr, num_bytes, id, and whether it can be shared.
-    """
-    found: list[tuple[int, int, int]] = []
-    for region in sorted(regions, key=lambda r: r.ptr):
-        if not region.num_bytes:
-            continue
-        if not found or region.ptr >= sum(found[-1][:2]):
-            ptr, num_bytes, identity, is_shareable = look_up(region.ptr)
-            if not is_shareable:
-                raise UnavailableError(_NOT_SHAREABLE.format(device=region.device, ptr=region.ptr))
-            found.append((ptr, num_bytes, identity))
-        if region.ptr + region.num_bytes > sum(found[-1][:2]):
-            raise UnavailableError(
-                f"region {region.region} on {region.device} reaches over the end of its "
-                f"allocation at {found[-1][0]:#x}"
-            )
-    return found
-
-
 class CudaSource(DeviceSource):
     """The trainer's end."""
 
     def __init__(self) -> None:
         self._regions: tuple[RegionAddress, ...] = ()
-        self._known: list[tuple[int, int, int]] = []
+        self._known: list[Found] = []
         self._described: dict[str, Any] = {}
+        self._index = 0
 
     def describe(self, regions: Sequence[RegionAddress]) -> dict[str, Any]:
         """For the descriptor; waits until the work that writes the regions is done."""
         device = device_of(regions, "what the trainer publishes")
         index = cuda_index(device)
         synchronize(device)
-        with cuda_errors(f"the trainer's memory on {device}"):
-            wanted = tuple(regions)
-            if wanted != self._regions or not self._is_current(index):
-                self._regions = ()
-                self._known = find_allocations(wanted, lambda ptr: _look_up(ptr, index))
-                rows = [
-                    Allocation(p, n, f"{i:x}", native.extension.cuda_export(p, index).hex())
-                    for p, n, i in self._known
-                ]
-                self._described = {
-                    "uuid": uuid_of(index), "allocations": [row.to_json() for row in rows],
-                }  # fmt: skip
-                self._regions = wanted
+        wanted = tuple(regions)
+        if wanted != self._regions or not self._is_current(index):
+            self._regions = ()
+            self._known = find_allocations(wanted, lambda ptr: _look_up(ptr, index))
+            with _sharing():
+                made = as_allocations(
+                    self._known, lambda ptr: native.extension.cuda_export(ptr, index)
+                )
+            self._index = index
+            self._described = {
+                "uuid": uuid_of(index), "allocations": [row.to_json() for row in made],
+            }  # fmt: skip
+            self._regions = wanted
         return self._described
+
+    def announce(self, link: Link, epoch: int) -> None:
+        pieces = [(p.ptr, f"{p.id:x}") for p in self._known if p.sharing is Sharing.FD]
+        if pieces:
+            with _sharing():
+                send_pieces(link, epoch, self._described["uuid"], pieces, self._index)
+
+    def withdraw(self, link: Link, epoch: int) -> None:
+        if any(p.sharing is Sharing.FD for p in self._known):
+            send_pieces(link, epoch, self._described["uuid"], [], self._index)
 
     def _is_current(self, index: int) -> bool:
         """Whether every allocation is still the one that was exported, not another in its place."""
         try:
-            return all(_look_up(ptr, index)[2] == identity for ptr, _, identity in self._known)
+            return all(_look_up(f.ptr, index)[2] == f.id for f in self._known)
         except native.CudaError:
             return False
 
 
-def _look_up(ptr: int, index: int) -> tuple[int, int, int, bool]:
+def _copy_of(rows: Table, digests: DigestRows | None, device: str) -> CudaCopy | CudaCopyDigest:
+    if digests is not None and len(digests.rows) == len(rows):
+        try:
+            return CudaCopyDigest(rows, digests, device)
+        except ValueError:
+            _LOG.debug("digests are taken apart: some tensor is not dense on both sides")
+    return CudaCopy(rows, device)
+
+
+@contextmanager
+def _sharing() -> Iterator[None]:
+    """Around exporting and opening: what CUDA refuses then has causes of its own."""
+    try:
+        yield
+    except native.CudaError as error:
+        if error.error_name == "cudaErrorMemoryAllocation":
+            raise CapacityError(f"no room to map the trainer's memory: {error}") from error
+        raise UnavailableError(_REFUSED.format(error=error)) from error
+
+
+def _look_up(ptr: int, index: int) -> tuple[int, int, int, int]:
     return native.extension.cuda_allocation(ptr, index)
 
 
@@ -159,17 +141,22 @@ class CudaPath(DevicePath):
     def name(self) -> str:
         return "cuda ipc"
 
-    def __init__(self, is_own_process: bool) -> None:
+    def __init__(self, is_own_process: bool, pieces: PieceBoard | None = None) -> None:
         self._is_own = is_own_process  # whose memory needs, and allows, no mapping
+        self._pieces = PieceBoard() if pieces is None else pieces
         self._index = 0
         self._device = ""
         self._mapped: dict[Allocation, int] = {}
-        self._copies: weakref.WeakSet[CudaCopy] = weakref.WeakSet()
+        self._copies: weakref.WeakSet[CudaCopy | CudaCopyDigest] = weakref.WeakSet()
         self._lock = threading.Lock()  # nothing is unmapped under a copy
         self._is_closed = False
 
     def map_device(
-        self, device: object, regions: Mapping[int, Span], local: Sequence[RegionAddress]
+        self,
+        device: object,
+        regions: Mapping[int, Span],
+        local: Sequence[RegionAddress],
+        epoch: int,
     ) -> dict[int, int]:
         uuid, allocations = parse_device(device)
         ours = device_of(local, "the engine")
@@ -186,8 +173,11 @@ class CudaPath(DevicePath):
             self._drop_copies()
             wanted = frozenset(allocations)
             self._unmap([a for a in self._mapped if a not in wanted])
-            for allocation in allocations:
-                self._map(allocation)
+            try:
+                for allocation in allocations:
+                    self._map(allocation)
+            finally:
+                self._pieces.drop(epoch)
         starts = [a.ptr for a in allocations]
         found = {}
         for region, (ptr, num_bytes) in regions.items():
@@ -219,23 +209,35 @@ class CudaPath(DevicePath):
         if self._is_own:
             self._mapped[allocation] = allocation.ptr
             return
-        with cuda_errors(f"{allocation.num_bytes} B of the trainer on {self._device}"):
-            handle = bytes.fromhex(allocation.handle)
-            self._mapped[allocation] = native.extension.cuda_map(handle, self._index)
+        if not allocation.pieces:
+            with _sharing():
+                handle = bytes.fromhex(allocation.handle)
+                self._mapped[allocation] = native.extension.cuda_map(handle, self._index)
+            return
+        handles = self._pieces.claim([identity for identity, _ in allocation.pieces])
+        try:
+            with _sharing():
+                sizes = [size for _, size in allocation.pieces]
+                self._mapped[allocation] = native.extension.cuda_map_handles(
+                    handles, sizes, self._index
+                )
+        finally:
+            release_handles(handles, self._index)  # the mapping needs them no longer
 
-    def prepare(self, rows: Table) -> CudaCopy:
-        copy = CudaCopy(rows, self._device)
+    def prepare(self, rows: Table, digests: DigestRows | None) -> CudaCopy | CudaCopyDigest:
+        copy = _copy_of(rows, digests, self._device)
         self._copies.add(copy)
         return copy
 
-    def copy(self, prepared: CudaCopy) -> None:
+    def copy(self, prepared: CudaCopy | CudaCopyDigest) -> DeviceCopied:
         with self._lock:
             if self._is_closed:
                 raise PeerLostError("this end was closed")
             try:
-                prepared.run()
+                found = prepared.run()
             except ValueError as error:  # made for what is no longer mapped
                 raise TransportError(str(error)) from error
+            return DeviceCopied(prepared.device_s, None if isinstance(found, int) else found)
 
     def _drop_copies(self) -> None:
         for copy in list(self._copies):
@@ -248,7 +250,12 @@ class CudaPath(DevicePath):
         for allocation in allocations:
             mapped = self._mapped.pop(allocation)
             try:
-                if not self._is_own:
+                if self._is_own:
+                    continue
+                if allocation.pieces:
+                    sizes = [size for _, size in allocation.pieces]
+                    native.extension.cuda_unmap_handles(mapped, sizes, self._index)
+                else:
                     native.extension.cuda_unmap(mapped, self._index)
             except native.CudaError as error:
                 refused = error
@@ -268,3 +275,4 @@ class CudaPath(DevicePath):
             self.release()
         except TransportError:  # nothing more can be done, and others must be closed too
             _LOG.exception("closing what was mapped of the trainer")
+        self._pieces.close()

@@ -11,6 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import numpy as np
+import numpy.typing as npt
+
 from weightsync.deadline import Deadline
 from weightsync.errors import (
     ConfigError,
@@ -22,6 +25,7 @@ from weightsync.errors import (
 from weightsync.faults import reach
 from weightsync.memory import SharedArena, find_arena
 from weightsync.native import CancelFlag
+from weightsync.tables import DigestRows
 from weightsync.transports.base import (
     Descriptor,
     DirectSource,
@@ -60,6 +64,14 @@ class DeviceSource(ABC):
     def describe(self, regions: Sequence[RegionAddress]) -> dict[str, Any]:
         """JSON that changes when any memory behind the regions did; their contents are there."""
 
+    @abstractmethod
+    def announce(self, link: Link, epoch: int) -> None:
+        """Send along what cannot be described: before the target hears of the epoch."""
+
+    @abstractmethod
+    def withdraw(self, link: Link, epoch: int) -> None:
+        """What was sent along for this epoch is worth nothing any more."""
+
 
 class Publisher(DirectSource):
     """The published end; speaks as soon as a link is attached.
@@ -82,27 +94,37 @@ class Publisher(DirectSource):
         self._link: Link | None = None
         self._epoch = 0
         self._regions: tuple[RegionAddress, ...] | None = None
+        self._descriptor: Descriptor = {}
 
     def attach(self, link: Link) -> None:
         """Tell a target that came later what is published."""
         self._link = link
         if self._regions is not None:
-            self._announce(link, self._regions)
+            self._announce(link, self._regions, self._device)
 
     def publish(self, regions: Sequence[RegionAddress]) -> Descriptor:
+        """The same object while nothing changes."""
         reach("direct.publish")
         wanted = tuple(regions)
         device = None
-        if self._device_source is not None and any(r.device != "cpu" for r in wanted):
+        is_same = wanted == self._regions
+        if self._device_source is not None and (
+            self._device is not None if is_same else any(r.device != "cpu" for r in wanted)
+        ):
             device = self._device_source.describe(wanted)
-        if wanted != self._regions or device != self._device:
+        if not is_same or device is not self._device:
             _check_regions(wanted, is_host=device is None)
             self._epoch += 1
-            self._regions, self._device = wanted, device
+            self._regions, self._device = None, None  # should it not be announced
             if self._link is not None:
-                self._announce(self._link, wanted)
+                self._announce(self._link, wanted, device)
+            self._regions, self._device = wanted, device
+            self._descriptor = self._describe()
         reach("direct.published")
-        about_device = {} if device is None else {"device": device}
+        return self._descriptor
+
+    def _describe(self) -> Descriptor:
+        about_device = {} if self._device is None else {"device": self._device}
         return {
             **about_device,
             "schema": PROTOCOL_VERSION,
@@ -110,7 +132,8 @@ class Publisher(DirectSource):
             "endpoint": self._endpoint,
             "epoch": self._epoch,
             "regions": [
-                {"region": r.region, "ptr": r.ptr, "num_bytes": r.num_bytes} for r in wanted
+                {"region": r.region, "ptr": r.ptr, "num_bytes": r.num_bytes}
+                for r in self._regions or ()
             ],
         }
 
@@ -121,9 +144,15 @@ class Publisher(DirectSource):
         self._regions = None
         if self._link is not None:
             self._link.send({"kind": "withdrawn", "epoch": self._epoch})
+            if self._device is not None and self._device_source is not None:
+                self._device_source.withdraw(self._link, self._epoch)
 
-    def _announce(self, link: Link, regions: Sequence[RegionAddress]) -> None:
-        arenas = _arenas_of(regions) if self._shares_arenas and self._device is None else []
+    def _announce(
+        self, link: Link, regions: Sequence[RegionAddress], device: dict[str, Any] | None
+    ) -> None:
+        if device is not None and self._device_source is not None:
+            self._device_source.announce(link, self._epoch)
+        arenas = _arenas_of(regions) if self._shares_arenas and device is None else []
         fds = [arena.read_only_fd() for arena in arenas]
         try:
             spans = [{"ptr": a.ptr, "num_bytes": a.num_bytes} for a in arenas]
@@ -234,6 +263,14 @@ class ReadPath(ABC):
         """Unmap everything; a copy that runs keeps what it reads."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceCopied:
+    """What a copy on a device leaves."""
+
+    device_s: float  # the device's own seconds
+    digests: npt.NDArray[np.uint64] | None = None  # of what was read, if they were wanted
+
+
 class DevicePath(ABC):
     """A way to the memory of a device."""
 
@@ -244,16 +281,20 @@ class DevicePath(ABC):
 
     @abstractmethod
     def map_device(
-        self, device: object, regions: Mapping[int, Span], local: Sequence[RegionAddress]
+        self,
+        device: object,
+        regions: Mapping[int, Span],
+        local: Sequence[RegionAddress],
+        epoch: int,
     ) -> dict[int, int]:
-        """Like ``ReadPath.map``, from what the source's end said of its device."""
+        """Like ``ReadPath.map``, from what the source's end said of its device in this epoch."""
 
     @abstractmethod
-    def prepare(self, rows: Table) -> Any:
+    def prepare(self, rows: Table, digests: DigestRows | None) -> Any:
         """What ``copy`` needs of a checked table, worked out once."""
 
     @abstractmethod
-    def copy(self, prepared: Any) -> None:
+    def copy(self, prepared: Any) -> DeviceCopied:
         """Copy everything; cannot be stopped, and need not: it is short."""
 
     @abstractmethod
@@ -293,6 +334,8 @@ class DirectReader(DirectTarget):
         self._path: ReadPath | None = None
         self._board = EpochBoard(inbox)
         self._opened: _Opened | None = None
+        # The last descriptor, by identity: nobody changes one.
+        self._parsed: tuple[Descriptor, tuple[int, dict[int, Span], object]] | None = None
 
     @property
     def path_name(self) -> str | None:
@@ -311,9 +354,11 @@ class DirectReader(DirectTarget):
 
     def open(
         self, descriptor: Descriptor, local: Sequence[RegionAddress], deadline: Deadline
-    ) -> dict[int, int]:
+    ) -> Mapping[int, int]:
         reach("direct.open")
-        epoch, regions, device = self._parse(descriptor)
+        if self._parsed is None or self._parsed[0] is not descriptor:
+            self._parsed = (descriptor, self._parse(descriptor))
+        epoch, regions, device = self._parsed[1]
         where = tuple(local)
         self._inbox.check()
         try:
@@ -323,24 +368,26 @@ class DirectReader(DirectTarget):
             raise
         old = self._opened
         if old is not None and (old.epoch, old.regions, old.local) == (epoch, regions, where):
-            return dict(old.addresses)
+            return old.addresses
         if old is not None and (old.epoch, old.regions) == (epoch, regions):
             addresses, path = old.addresses, old.path
         else:
             self._opened = None
-            addresses, path = self._map(regions, device, where, deadline)
+            addresses, path = self._map(regions, device, where, epoch, deadline)
         self._opened = _Opened(epoch, regions, where, addresses, path)
-        return dict(addresses)
+        return addresses
 
     def _map(
         self,
         regions: dict[int, Span],
         device: object,
         local: Sequence[RegionAddress],
+        epoch: int,
         deadline: Deadline,
     ) -> tuple[dict[int, int], ReadPath | DevicePath]:
         if device is not None and self._device_path is not None:
-            return self._device_path.map_device(device, regions, local), self._device_path
+            mapped = self._device_path.map_device(device, regions, local, epoch)
+            return mapped, self._device_path
         self._let_go()
         for region in local:
             if region.device != "cpu" and region.num_bytes:
@@ -379,7 +426,11 @@ class DirectReader(DirectTarget):
             regions[region["region"]] = (region["ptr"], region["num_bytes"])
         return fields["epoch"], regions, device
 
-    def prepare(self, table: Table) -> PreparedRead:
+    @property
+    def digests_reads(self) -> bool:
+        return self._opened is not None and isinstance(self._opened.path, DevicePath)
+
+    def prepare(self, table: Table, digests: DigestRows | None = None) -> PreparedRead:
         opened = self._opened
         if opened is None:
             raise ConfigError("nothing was opened to read from")
@@ -387,7 +438,11 @@ class DirectReader(DirectTarget):
         sizes = {region: size for region, (_, size) in opened.regions.items()}
         check_sources(rows, [(ptr, sizes[region]) for region, ptr in opened.addresses.items()])
         check_targets(rows, [(r.ptr, r.num_bytes) for r in opened.local])
-        return PreparedRead(rows, table_bytes(rows), (opened, opened.path.prepare(rows)))
+        if isinstance(opened.path, DevicePath):
+            work = opened.path.prepare(rows, digests)
+        else:
+            work = opened.path.prepare(rows)
+        return PreparedRead(rows, table_bytes(rows), (opened, work))
 
     def read(self, prepared: PreparedRead, deadline: Deadline) -> None:
         reach("direct.read")
@@ -403,7 +458,8 @@ class DirectReader(DirectTarget):
             raise
         if isinstance(opened.path, DevicePath):
             deadline.check()
-            opened.path.copy(work)
+            copied = opened.path.copy(work)
+            prepared.device_s, prepared.digests = copied.device_s, copied.digests
         else:
             path = opened.path
             run_stoppable(
