@@ -182,8 +182,8 @@ class DecoderModel:
         Writes the rows' keys and values into ``cache``.
         """
         states = self._embed(batch.token_ids)
-        cos = self.cos[batch.positions][:, None]
-        sin = self.sin[batch.positions][:, None]
+        cos = self.cos.index_select(0, batch.positions)[:, None]
+        sin = self.sin.index_select(0, batch.positions)[:, None]
         eps = self.config.norm_eps
         for i, layer in enumerate(self.layers):
             normed = rms_norm(states, layer.input_norm, eps)
@@ -193,14 +193,14 @@ class DecoderModel:
             states = states + self._dense.row_parallel(mixed, weights.o, weights.o_bias)
             normed = rms_norm(states, layer.post_norm, eps)
             states = states + layer.mlp.forward(normed)
-        return self._logits(states[batch.logit_rows])
+        return self._logits(states.index_select(0, batch.logit_rows))
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         if self._dense.group.size == 1:
-            return self.embed_tokens[token_ids]
+            return self.embed_tokens.index_select(0, token_ids)
         first, last = self.shards.tp_range(self.config.vocab_size)
         is_here = (token_ids >= first) & (token_ids < last)
-        rows = self.embed_tokens[torch.where(is_here, token_ids - first, 0)]
+        rows = self.embed_tokens.index_select(0, torch.where(is_here, token_ids - first, 0))
         # One rank has the row and all others add zero: exact.
         return self._dense.group.sum_in_order(rows * is_here[:, None])
 
