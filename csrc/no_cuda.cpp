@@ -50,6 +50,7 @@ CudaHeld cuda_held() { return {0, 0}; }
 std::uint64_t cuda_malloc(std::uint64_t, int device) { fail("cuda_malloc", device); }
 void cuda_free(std::uint64_t, int device) { fail("cuda_free", device); }
 std::uint64_t cuda_free_bytes(int device) { fail("cuda_free_bytes", device); }
+int cuda_current_device() { fail("cuda_current_device", 0); }
 int cuda_num_devices() { return 0; }
 CudaDeviceInfo cuda_device_info(int device) { fail("cuda_device_info", device); }
 std::string cuda_driver_version() { return {}; }

@@ -186,13 +186,16 @@ def layout_on(*devices: str, kind: RegionKind = RegionKind.PERSISTENT) -> Layout
     return Layout(1, tensors, (tuple(Region(4, kind, device) for device in devices),), {})
 
 
-def capabilities(reads_cuda: bool) -> Capabilities:
+def capabilities(reads_cuda: bool, streams_cuda: bool = False) -> Capabilities:
     refused = Availability(False, "the kernel refuses")
     return Capabilities(
         "some",
         {Contract.STREAM: Availability(True), Contract.DIRECT: refused},
         {c: CostConstants(1e-6, 1e9) for c in Contract},
         reads_cuda=reads_cuda,
+        streams_cuda=streams_cuda,
+        # A stream is the cheaper one on the host, and the dearer one here.
+        cuda_costs={Contract.STREAM: CostConstants(1.0, 1e9)},
     )
 
 
@@ -201,9 +204,10 @@ def contract_of(
     target: Layout,
     *,
     reads_cuda: bool = True,
+    streams_cuda: bool = False,
     choice: ContractChoice = ContractChoice.AUTO,
 ) -> Contract:
-    have = capabilities(reads_cuda)
+    have = capabilities(reads_cuda, streams_cuda)
     return make_plan(source, target, bucket_bytes=256, capabilities=have, choice=choice).contract
 
 
@@ -217,6 +221,16 @@ def test_between_cuda_devices_only_direct_reads() -> None:
         contract_of(layout_on("cuda:0", "cuda:0", kind=RegionKind.TEMPORARY), target)
     with pytest.raises(UnavailableError, match="transport='ipc'"):
         contract_of(source, target, reads_cuda=False)
+
+
+def test_between_cuda_devices_a_ring_where_there_is_one() -> None:
+    """By the constants of the device; what is temporary can only be streamed."""
+    source, target = layout_on("cuda:1", "cuda:1"), layout_on("cuda:0", "cuda:0")
+    assert contract_of(source, target, streams_cuda=True) is Contract.DIRECT
+    asked = contract_of(source, target, streams_cuda=True, choice=ContractChoice.STREAM)
+    assert asked is Contract.STREAM
+    temporary = layout_on("cuda:0", "cuda:0", kind=RegionKind.TEMPORARY)
+    assert contract_of(temporary, target, streams_cuda=True) is Contract.STREAM
 
 
 def test_the_host_is_as_it_was() -> None:

@@ -38,3 +38,13 @@ def num_threads() -> int:
 def set_default_env(name: str, value: str) -> None:
     """Set a variable that a library of ours reads, unless the user has set it."""
     os.environ.setdefault(name, value)
+
+
+def library_setting(name: str) -> str | None:
+    """A variable that a library of ours reads, to explain what it does."""
+    return os.environ.get(name)
+
+
+def p2p_device_way() -> str | None:
+    """``$WEIGHTSYNC_P2P_DEVICE_WAY``: how ``p2p`` reaches device memory within one machine."""
+    return os.environ.get("WEIGHTSYNC_P2P_DEVICE_WAY") or None

@@ -7,6 +7,7 @@ before has called :func:`synchronize`, and on return the work is done.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import threading
 import weakref
@@ -20,6 +21,7 @@ import numpy.typing as npt
 
 from weightsync import native
 from weightsync.errors import CapacityError, ConfigError, TransportError
+from weightsync.layout import Layout
 from weightsync.memory import HostMemory
 from weightsync.tables import DigestRows
 from weightsync.types import RegionAddress, format_bytes
@@ -72,6 +74,22 @@ def device_of(regions: Iterable[RegionAddress], what: str) -> str:
     return found[0] if found else CPU
 
 
+def device_facing(layout: Layout | None) -> str:
+    """The device of this process where tensors for a peer of this layout are to be expected.
+
+    CUDA faces CUDA: the current device of this thread. Everything else is of the host.
+    """
+    kinds = {
+        region.device.partition(":")[0]
+        for regions in (() if layout is None else layout.regions)
+        for region in regions
+        if region.num_bytes
+    }
+    if kinds != {"cuda"} or not native.has_cuda():
+        return CPU
+    return f"cuda:{native.extension.cuda_current_device()}"
+
+
 @contextmanager
 def cuda_errors(what: str) -> Iterator[None]:
     """What CUDA refuses becomes :class:`TransportError`."""
@@ -88,20 +106,27 @@ def synchronize(device: str) -> None:
             native.extension.cuda_synchronize(cuda_index(device))
 
 
-_streams: dict[int, int] = {}
+_streams: dict[tuple[int, int], int] = {}
 _streams_lock = threading.Lock()
 
 
-def stream_of(index: int) -> int:
-    """The stream that our work on a device runs on, made once a process."""
+def stream_of(index: int, lane: int = 0) -> int:
+    """A stream that our work on a device runs on, made once a process; lanes wait for nobody."""
     with _streams_lock:
-        if index not in _streams:
-            _streams[index] = native.extension.cuda_create_stream(index)
-        return _streams[index]
+        if (index, lane) not in _streams:
+            _streams[index, lane] = native.extension.cuda_create_stream(index)
+        return _streams[index, lane]
+
+
+def wait_lane(device: str, lane: int) -> None:
+    """Wait until all that was launched on a lane of a CUDA device is done."""
+    index = cuda_index(device)
+    with cuda_errors(device):
+        native.extension.cuda_wait_stream(stream_of(index, lane), index)
 
 
 class StreamTimer:
-    """How long the device works on what a ``with`` block enqueues on our stream.
+    """How long the device works on what a ``with`` block enqueues on one of our streams.
 
     ``seconds()`` is known once the stream was waited for.
     """
@@ -113,11 +138,12 @@ class StreamTimer:
         finalizer = weakref.finalize(self, _destroy_events, self._events, index)
         finalizer.atexit = False  # the process takes them along
 
-    def __enter__(self) -> None:
-        native.extension.cuda_record_event(self._events[0], stream_of(self._index), self._index)
-
-    def __exit__(self, *_: object) -> None:
-        native.extension.cuda_record_event(self._events[1], stream_of(self._index), self._index)
+    @contextmanager
+    def on(self, stream: int) -> Iterator[int]:
+        """Times what the block enqueues on a stream."""
+        native.extension.cuda_record_event(self._events[0], stream, self._index)
+        yield stream
+        native.extension.cuda_record_event(self._events[1], stream, self._index)
 
     def seconds(self) -> float:
         return native.extension.cuda_elapsed_s(*self._events, self._index)
@@ -140,11 +166,27 @@ class Memory(Protocol):
     ptr: int
     num_bytes: int
 
-    def pin(self) -> object:
-        """Keeps the memory, also when it is closed, until the pin is garbage."""
+    def pin(self) -> Pin:
+        """Keeps the memory, also when it is closed, until the pin is released or garbage."""
         ...
 
     def close(self) -> None: ...
+
+
+class Pin(Protocol):
+    """Keeps memory until it is released, or garbage."""
+
+    def release(self) -> None: ...
+
+
+class _BlockPin:
+    """A reference that can be given back by name."""
+
+    def __init__(self, block: object) -> None:
+        self._block: object | None = block
+
+    def release(self) -> None:
+        self._block = None
 
 
 class _Block:
@@ -171,7 +213,7 @@ class DeviceMemory:
             self.ptr = native.extension.cuda_malloc(num_bytes, index)
         except native.CudaError as error:
             if error.error_name != "cudaErrorMemoryAllocation":
-                raise TransportError(f"staging memory on {device}: {error}") from error
+                raise TransportError(f"memory on {device}: {error}") from error
             free_bytes = native.extension.cuda_free_bytes(index)
             raise CapacityError(
                 f"{device}: {num_bytes} B ({format_bytes(num_bytes)}) are needed, but only "
@@ -180,10 +222,10 @@ class DeviceMemory:
         self.num_bytes = num_bytes
         self._block: _Block | None = _Block(self.ptr, index)
 
-    def pin(self) -> object:
+    def pin(self) -> Pin:
         if self._block is None:
             raise ValueError(f"device memory of {self.num_bytes} B was closed")
-        return self._block
+        return _BlockPin(self._block)
 
     def close(self) -> None:
         """Free it, or, while somebody holds a pin, when the last of them lets go. Idempotent."""
@@ -199,6 +241,23 @@ def private_memory(num_bytes: int, device: str) -> Memory:
     return memory
 
 
+def read_bytes(ptr: int, num_bytes: int, device: str) -> bytes:
+    """A copy of memory of any device."""
+    if device == CPU:
+        return ctypes.string_at(ptr, num_bytes)
+    return bytes_at(ptr, num_bytes, device).tobytes()
+
+
+def write_bytes(ptr: int, data: bytes, device: str) -> None:
+    """Put bytes into memory of any device; on return they are there."""
+    if device == CPU:
+        ctypes.memmove(ptr, data, len(data))
+    elif data:
+        here: npt.NDArray[np.uint8] = np.frombuffer(data, dtype=np.uint8)
+        with cuda_errors(device):
+            native.extension.cuda_copy(ptr, here.ctypes.data, len(data), cuda_index(device))
+
+
 def bytes_at(ptr: int, num_bytes: int, device: str) -> npt.NDArray[np.uint8]:
     """A copy of memory of a CUDA device, on the host."""
     found = np.empty(num_bytes, dtype=np.uint8)
@@ -212,19 +271,44 @@ def bytes_at(ptr: int, num_bytes: int, device: str) -> npt.NDArray[np.uint8]:
 
 
 class SegmentCopy(ABC):
-    """Segments that are copied again and again."""
+    """Segments that are copied again and again; ``num_bytes`` counts source bytes."""
+
+    num_bytes: int
 
     @abstractmethod
-    def run(self, num_threads: int) -> None:
-        """Copy them all; on return they are there."""
+    def run(
+        self,
+        num_threads: int,
+        *,
+        source_base: int = 0,
+        target_base: int = 0,
+        cancel: native.CancelFlag | None = None,
+    ) -> int:
+        """Copy them all, the bases added to their pointers; on return they are there.
+
+        Returns the source bytes copied: fewer than all only on the host, when ``cancel`` was set.
+        """
 
 
 class _HostCopy(SegmentCopy):
     def __init__(self, rows: Table) -> None:
         self._rows = rows
+        self.num_bytes = int(np.prod(rows[:, [2, 4, 7, 10]], axis=1).sum()) if len(rows) else 0
 
-    def run(self, num_threads: int) -> None:
-        native.copy_segments(self._rows, num_threads=num_threads)
+    def run(
+        self,
+        num_threads: int,
+        *,
+        source_base: int = 0,
+        target_base: int = 0,
+        cancel: native.CancelFlag | None = None,
+    ) -> int:
+        rows = self._rows
+        if source_base or target_base:
+            rows = rows.copy()
+            rows[:, 0] += source_base
+            rows[:, 1] += target_base
+        return native.copy_segments(rows, num_threads=num_threads, cancel=cancel)
 
 
 class _Launched:
@@ -236,12 +320,11 @@ class _Launched:
         self._index = cuda_index(device)
         self._device = device
         with cuda_errors(device):
-            self._stream = stream_of(self._index)
             self._timer = StreamTimer(self._index)
 
-    def _launch(self) -> None:
-        with self._timer:
-            self._table.launch(self._stream)
+    def _launch(self, lane: int = 0, *bases: int) -> None:
+        with self._timer.on(stream_of(self._index, lane)) as stream:
+            self._table.launch(stream, *bases)
 
     @property
     def device_s(self) -> float:
@@ -262,11 +345,24 @@ class CudaCopy(_Launched, SegmentCopy):
         super().__init__(device)
         with cuda_errors(device):
             self._table = native.SegmentTableCuda(rows, self._index)
+        self.num_bytes = self._table.num_bytes
 
-    def run(self, num_threads: int = 1) -> None:
+    def run(
+        self,
+        num_threads: int = 1,
+        *,
+        source_base: int = 0,
+        target_base: int = 0,
+        cancel: native.CancelFlag | None = None,
+    ) -> int:
+        self.launch(0, source_base, target_base)
+        wait_lane(self._device, 0)
+        return self.num_bytes
+
+    def launch(self, lane: int, source_base: int = 0, target_base: int = 0) -> None:
+        """Start on a lane, without waiting; see :func:`wait_lane`."""
         with cuda_errors(self._device):
-            self._launch()
-            native.extension.cuda_wait_stream(self._stream, self._index)
+            self._launch(lane, source_base, target_base)
 
 
 class CudaCopyDigest(_Launched):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import secrets
 import threading
 import time
@@ -12,13 +11,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
-from weightsync import native
-from weightsync.binding import Table, encode_entries, pack_table, rebased
+from weightsync.binding import encode_entries, pack_table
 from weightsync.bucket import align
 from weightsync.control import ControlClient, wait_for
 from weightsync.deadline import CancelToken, Deadline
+from weightsync.device_tables import CPU, device_facing, device_of, synchronize
 from weightsync.errors import (
     BusyError,
     CancelledError,
@@ -48,6 +45,7 @@ from weightsync.messages import (
 )
 from weightsync.options import SenderOptions
 from weightsync.plan import RefitPlan, make_plan, slot_bytes
+from weightsync.slot_pack import SlotPack
 from weightsync.tensors import LocalTensors
 from weightsync.transports.base import (
     Capabilities,
@@ -66,11 +64,11 @@ _NEVER_HEARD = "the engine does not know this session"
 
 @dataclass
 class Bound:
-    """A plan with everything kept to replay it: pack tables by bucket, entries of each slot."""
+    """A plan with everything kept to replay it: what fills each slot."""
 
     plan: RefitPlan
-    packs: list[Table] = field(default_factory=list)
-    entries: list[bytes] = field(default_factory=list)
+    packs: list[SlotPack] = field(default_factory=list)
+    device: str = CPU  # where the sources lie, and with them the ring
     addresses: tuple[RegionAddress, ...] = ()  # those that the tables were made for
 
 
@@ -145,7 +143,7 @@ class EngineLink:
 
     def _attach(self, deadline: Deadline) -> None:
         capabilities = self._transport.capabilities()
-        self._endpoint = endpoint = self._transport.open_source()
+        self._endpoint = endpoint = self._transport.open_source(device_facing(self.layout))
         request = AttachRequest(
             self.run_id, self._transport.name, dict(endpoint.descriptor()), deadline.remaining_s()
         )
@@ -250,9 +248,13 @@ class EngineLink:
 
     def _bind(self, bound: Bound, tensors: LocalTensors) -> None:
         addresses = {a.region: a.ptr for a in tensors.addresses}
-        cuts = bound.plan.buckets
-        bound.packs = [pack_table(bound.plan, c, tensors.layout, addresses) for c in cuts]
-        bound.entries = [encode_entries(c) for c in cuts]
+        plan, bound.device = bound.plan, device_of(tensors.addresses, "what the trainer sends")
+        bound.packs = [
+            SlotPack.make(
+                pack_table(plan, c, tensors.layout, addresses), encode_entries(c), bound.device
+            )
+            for c in plan.buckets
+        ]
 
     # --- stages -------------------------------------------------------------------------------------
 
@@ -340,40 +342,36 @@ class EngineLink:
     def _fill_slots(self, session_id: str, move_id: int, bound: Bound, deadline: Deadline) -> None:
         if self._endpoint is None:
             raise ConfigError(f"{self.peer}: not connected")
-        ring = RingOptions(self._options.num_slots, slot_bytes(bound.plan.bucket_bytes))
+        size = slot_bytes(bound.plan.bucket_bytes)
+        ring = RingOptions(self._options.num_slots, size, bound.device)
         start_s = time.perf_counter()
         stream = self._endpoint.stream(ring, deadline)
         self._spent("register", start_s)
+        synchronize(bound.device)  # with whatever writes the sources
         stream.begin_move(session_id, deadline)
         last = len(bound.packs) - 1
-        for i, (rows, entries) in enumerate(zip(bound.packs, bound.entries, strict=True)):
-            self._fill_slot(stream, rows, entries, (session_id, move_id, i, i == last), deadline)
+        for i, pack in enumerate(bound.packs):
+            self._fill_slot(stream, pack, (session_id, move_id, i, i == last), deadline)
             reach("trainer.bucket")
         stream.flush(deadline)
 
     def _fill_slot(
         self,
         stream: StreamSource,
-        rows: Table,
-        entries: bytes,
+        pack: SlotPack,
         place: tuple[str, int, int, bool],
         deadline: Deadline,
     ) -> None:
         session_id, move_id, sequence, is_last = place
         slot = stream.acquire(deadline)
-        cuts = np.frombuffer(entries, dtype="<i8").reshape(-1, 4)
-        data_bytes = int((cuts[:, 2] + cuts[:, 3]).max(initial=0))
         cancel = None if deadline.token is None else deadline.token.native_flag
         start_s = time.perf_counter()
-        native.copy_segments(
-            rebased(rows, target=slot.ptr), num_threads=self._options.num_threads, cancel=cancel
-        )
+        pack.fill(slot.ptr, num_threads=self._options.num_threads, cancel=cancel)
         self._spent("pack", start_s)
         deadline.check()
-        behind = -(-data_bytes // 16) * 16
-        ctypes.memmove(slot.ptr + behind, entries, len(entries))
+        behind, num_words = pack.words_offset_bytes, len(pack.words)
         header = SlotHeader(
-            session_id, move_id, sequence, data_bytes, behind, len(entries), is_last
+            session_id, move_id, sequence, pack.data_bytes, behind, num_words, is_last
         )
         stream.submit(slot, header)
 

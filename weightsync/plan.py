@@ -446,15 +446,19 @@ def on_devices(source: Layout, target: Layout, have: Capabilities) -> Capabiliti
     if not have.reads_cuda:
         raise UnavailableError(
             f"transport {have.name!r} moves host memory only, and the trainer's tensors lie on "
-            f"{theirs}; between two processes of one CUDA device use transport='ipc'"
+            f"{theirs}; between two processes of one CUDA device use transport='ipc', else 'p2p'"
         )
-    contracts = {
-        Contract.DIRECT: Availability(True),
-        Contract.STREAM: Availability(
+    stream = Availability(True)
+    if not have.streams_cuda:
+        stream = Availability(
             False, "a stream moves host memory only; send CUDA tensors as a module, mapping or list"
-        ),
-    }
-    return replace(have, contracts=contracts)
+        )
+    return replace(
+        have,
+        contracts={Contract.DIRECT: Availability(True), Contract.STREAM: stream},
+        costs={**have.costs, **have.cuda_costs},
+        direct_converts=have.direct_converts or have.cuda_converts,
+    )
 
 
 def _devices(layout: Layout) -> set[str]:

@@ -19,7 +19,6 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from weightsync import native
 from weightsync.binding import (
     Spot,
     Table,
@@ -30,7 +29,6 @@ from weightsync.binding import (
     place_table,
     plan_staging,
     read_digest_rows,
-    rebased,
     slot_spots,
     unpack_table,
 )
@@ -44,6 +42,7 @@ from weightsync.device_tables import (
     bytes_at,
     device_of,
     private_memory,
+    read_bytes,
     segment_copy,
 )
 from weightsync.digest import DigestTable
@@ -54,7 +53,6 @@ from weightsync.errors import (
     PeerLostError,
     ProtocolError,
     SessionError,
-    UnavailableError,
     WeightSyncError,
 )
 from weightsync.faults import reach
@@ -198,7 +196,9 @@ class RankWork:
         self._looker = ThreadPoolExecutor(1, "weightsync-look")
         self._staging: dict[Placement, _Staging] = {}
         self._reads: Kept[tuple[str, str, Placement, bool], PreparedRead] = Kept()
-        self._unpacks: Kept[tuple[str, bytes, int, Placement], tuple[Table, Table]] = Kept(1024)
+        self._unpacks: Kept[tuple[str, bytes, int, Placement], tuple[Table, SegmentCopy]] = Kept(
+            1024
+        )
         self._bases: Kept[tuple[str, ...], ManifestBasis] = Kept(8)
         self._digests: Kept[tuple[Any, ...], _PlacedDigests] = Kept(8)
         self._places: Kept[tuple[Any, ...], tuple[SegmentCopy, SegmentCopy]] = Kept(8)
@@ -209,6 +209,11 @@ class RankWork:
         self.endpoint: TargetEndpoint | None = None
         self._open: _Open | None = None
         self.stats = SessionStats()
+
+    @property
+    def device(self) -> str:
+        """Where the engine's tensors lie."""
+        return self._device
 
     # --- set-up, between sessions -----------------------------------------------------------------
 
@@ -377,9 +382,7 @@ class RankWork:
             raise PeerLostError("the transport of this run is not attached; connect again")
         if not any(t.target_rank == self._rank for t in plan.transfers):
             return  # nobody fills a slot for this rank
-        if self._device != CPU:
-            raise UnavailableError(f"a stream cannot land on {self._device}: it moves host memory")
-        stream = self.endpoint.stream(deadline)
+        stream = self.endpoint.stream(deadline, self._device)
         stream.begin_move(opened.spec.session_id)
         while True:
             header, slot = stream.receive(deadline)
@@ -387,18 +390,22 @@ class RankWork:
                 stream.release(slot)
                 continue
             start_s = time.perf_counter()
-            blob = ctypes.string_at(slot.ptr + header.metadata_offset_bytes, header.metadata_bytes)
+            words_ptr = slot.ptr + header.metadata_offset_bytes
+            blob = read_bytes(words_ptr, header.metadata_bytes, self._device)
             # With the size: words that fit one slot may point outside another.
             key = (plan.digest, blob, header.data_bytes, opened.spec.placement)
 
-            def make(blob: bytes = blob, data: int = header.data_bytes) -> tuple[Table, Table]:
+            def make(
+                blob: bytes = blob, data: int = header.data_bytes
+            ) -> tuple[Table, SegmentCopy]:
                 entries = decode_entries(blob, plan, data)
-                return entries, unpack_table(plan, cuts_of(entries), opened.landing)
+                rows = unpack_table(plan, cuts_of(entries), opened.landing)
+                return entries, segment_copy(rows, self._device)
 
-            entries, rows = self._unpacks.get(key, make)
+            entries, unpack = self._unpacks.get(key, make)
             opened.coverage.arrived(job.move_id, entries)
             self._touch(opened)
-            self._copy(rebased(rows, source=slot.ptr), deadline)
+            self._copy(unpack, slot.ptr, deadline)
             stream.release(slot)
             spent_s = time.perf_counter() - start_s
             opened.stats.buckets.append((header.data_bytes, len(entries), spent_s))
@@ -406,11 +413,10 @@ class RankWork:
             if header.is_last:
                 return
 
-    def _copy(self, rows: Table, deadline: Deadline) -> None:
+    def _copy(self, unpack: SegmentCopy, slot_ptr: int, deadline: Deadline) -> None:
         cancel = None if deadline.token is None else deadline.token.native_flag
-        wanted = int(np.prod(rows[:, [2, 4, 7, 10]], axis=1).sum())
-        done = native.copy_segments(rows, num_threads=self._threads, cancel=cancel)
-        if done != wanted:
+        done = unpack.run(self._threads, source_base=slot_ptr, cancel=cancel)
+        if done != unpack.num_bytes:
             deadline.check()
             raise CancelledError("a copy was given up")
 

@@ -341,7 +341,7 @@ class Receiver:
             self._work.set_endpoint(None)
             self._endpoint_run = request.run_id
             transport = get_transport(request.transport)
-            endpoint = transport.open_target(request.descriptor, deadline)
+            endpoint = transport.open_target(request.descriptor, deadline, self._work.device)
             try:
                 direct = endpoint.probe_direct(deadline)
                 stream = transport.capabilities().contracts.get(Contract.STREAM)

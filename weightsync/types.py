@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from types import MappingProxyType
 from typing import Final
@@ -248,6 +248,10 @@ class Capabilities:
     costs: Mapping[Contract, CostConstants]
     direct_converts: bool = False  # a direct read may apply ``Convert`` on the way
     reads_cuda: bool = False  # a direct read also reaches memory of a CUDA device
+    streams_cuda: bool = False  # a ring may lie in memory of a CUDA device
+    cuda_converts: bool = False  # like direct_converts, between CUDA devices
+    #: ``costs`` between CUDA devices, where they are known.
+    cuda_costs: Mapping[Contract, CostConstants] = field(default_factory=dict)
 
     @property
     def is_usable(self) -> bool:

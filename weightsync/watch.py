@@ -7,12 +7,13 @@ are put to all of them at once: no line of Python runs for each.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from enum import Enum
 from itertools import chain
 from operator import attrgetter, methodcaller
 from typing import Any
 
-from weightsync.native import same_objects
+from weightsync.native import same_objects, tensor_state
 
 
 class Look(Enum):
@@ -23,16 +24,25 @@ class Look(Enum):
 
 
 _ASKED = (
-    methodcaller("data_ptr"), attrgetter("shape"), methodcaller("stride"), attrgetter("dtype"),
-    methodcaller("storage_offset"), methodcaller("is_conj"), methodcaller("is_neg"),
+    methodcaller("data_ptr"), attrgetter("device"), attrgetter("dtype"), attrgetter("shape"),
+    methodcaller("stride"),
 )  # fmt: skip
+_LAZY = (methodcaller("is_conj"), methodcaller("is_neg"))
 
 
-def where(tensors: Iterable[Any]) -> list[list[Any]]:
-    """Where torch tensors lie and how they are looked at: equal for the same views of the same
-    memory."""
+def where(tensors: Sequence[Any]) -> object:
+    """Where torch tensors lie, and as what dtype, shape and strides: equal if all of these are."""
     listed = list(tensors)
+    exchange = getattr(type(listed[0]), "__dlpack_c_exchange_api__", None) if listed else None
+    if exchange is not None:
+        with suppress(BufferError, RuntimeError, TypeError):  # some tensor has no word in DLPack
+            return tensor_state(exchange, listed)
     return [list(map(ask, listed)) for ask in _ASKED]
+
+
+def laziness(tensors: Sequence[Any]) -> object:
+    """Which of them are conjugates or negatives that nobody has computed yet."""
+    return [list(map(ask, tensors)) for ask in _LAZY]
 
 
 class ModuleWatch:

@@ -17,6 +17,7 @@ void bind_cuda_memory(py::module_& module) {
     module.def("cuda_malloc", &cuda_malloc, py::arg("num_bytes"), py::arg("device"), released());
     module.def("cuda_free", &cuda_free, py::arg("ptr"), py::arg("device"), released());
     module.def("cuda_free_bytes", &cuda_free_bytes, py::arg("device"), released());
+    module.def("cuda_current_device", &cuda_current_device);
     module.def("cuda_num_devices", &cuda_num_devices);
     module.def("cuda_driver_version", &cuda_driver_version);
     module.def(

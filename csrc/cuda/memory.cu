@@ -50,6 +50,12 @@ std::uint64_t cuda_free_bytes(int device) {
     return free_bytes;
 }
 
+int cuda_current_device() {
+    int device = 0;
+    check(cudaGetDevice(&device), "cudaGetDevice", 0);
+    return device;
+}
+
 int cuda_num_devices() {
     int num_devices = 0;
     if (cudaGetDeviceCount(&num_devices) != cudaSuccess) {

@@ -335,9 +335,9 @@ class _Patient(IpcTransport):
         super().__init__()
         self.before: Callable[[], None] = lambda: None
 
-    def open_source(self) -> IpcSource:
+    def open_source(self, device: str = "cpu") -> IpcSource:
         self.before()
-        return super().open_source()
+        return super().open_source(device)
 
 
 class _Ticking(Receiver):

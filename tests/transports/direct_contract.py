@@ -56,6 +56,9 @@ def segment_lists(draw: st.DrawFn, source_bytes: int) -> list[tuple[int, int, li
 class DirectContract(TransportContract):
     """Published regions and reads of them."""
 
+    def converts(self, transport: Transport) -> bool:
+        return transport.capabilities().direct_converts
+
     def slow_table(self, source: int, target: int) -> npt.NDArray[np.int64]:
         """A read of 4096 bytes that takes long: one page onto one page, over and over."""
         return table(row(source, target, 4096, (4000, 0, 0), (1000, 0, 0)))
@@ -66,19 +69,19 @@ class DirectContract(TransportContract):
 
     @pytest.mark.parametrize("num_bytes", [1, 7, 4096, 1_000_003, 40_000_000])
     def test_whole_region(self, pair: Pair, num_bytes: int) -> None:
-        remote, local = pair.published(num_bytes), np.zeros(num_bytes, dtype=np.uint8)
+        remote, local = pair.published(num_bytes), self.landing(num_bytes)
         ptr = pair.open([remote], [local])[0]
         pair.read(row(ptr, local.ctypes.data, num_bytes))
         assert np.array_equal(local, remote)
 
     def test_several_regions_and_an_empty_one(self, pair: Pair) -> None:
         remote = [pair.published(n, n) for n in (300, 0, 5000)]
-        local = np.zeros(5300, dtype=np.uint8)
+        local = self.landing(5300)
         at = pair.open(remote, [local])
         assert sorted(at) == [0, 1, 2]
         target = int(local.ctypes.data)
         pair.read(row(at[0], target, 300), row(at[1], target, 0), row(at[2], target + 300, 5000))
-        assert np.array_equal(local, np.concatenate(remote))
+        assert np.array_equal(local, np.concatenate([np.asarray(r) for r in remote]))
 
     def test_nothing_at_all(self, pair: Pair) -> None:
         pair.open([], [])
@@ -94,12 +97,12 @@ class DirectContract(TransportContract):
 
         read_any()
 
-    @staticmethod
-    def _read_any(pair: Pair, data: st.DataObject) -> None:
+    def _read_any(self, pair: Pair, data: st.DataObject) -> None:
         remote = pair.kept[0]
+        here = np.asarray(remote)
         segments = data.draw(segment_lists(remote.nbytes))
         sizes = [run * int(np.prod([n for n, _ in dims])) for _, run, dims in segments]
-        local = np.zeros(sum(sizes) + 16, dtype=np.uint8)
+        local = self.landing(sum(sizes) + 16)
         base = pair.open([remote], [local])[0]
         rows, expected, at = [], [], 3  # targets are unaligned too
         for (start, run, dims), size in zip(segments, sizes, strict=True):
@@ -112,7 +115,7 @@ class DirectContract(TransportContract):
             shape = (*(n for n, _ in dims), run)
             steps = (*(s for _, s in dims), 1)
             if size:
-                part = np.lib.stride_tricks.as_strided(remote[start:], shape, steps)
+                part = np.lib.stride_tricks.as_strided(here[start:], shape, steps)
                 expected.append(part.ravel())
             at += size
         pair.read(*rows)
@@ -120,10 +123,10 @@ class DirectContract(TransportContract):
         assert np.array_equal(local, whole)
 
     def test_conversion_on_the_way(self, pair: Pair, transport: Transport) -> None:
-        if not transport.capabilities().direct_converts:
+        if not self.converts(transport):
             return  # then it happens when a slot is filled
         remote = pair.published(44_000_000)
-        local, expected = (np.zeros(44_000_000, dtype=np.uint8) for _ in range(2))
+        local, expected = self.landing(44_000_000), np.zeros(44_000_000, dtype=np.uint8)
         base, at = pair.open([remote], [local])[0], int(local.ctypes.data)
 
         def rows(source: int, target: int) -> npt.NDArray[np.int64]:
@@ -137,12 +140,13 @@ class DirectContract(TransportContract):
                 converting[3] = native.CONVERT_FP32_TO_BF16
             return table(*found)
 
-        native.copy_segments(rows(int(remote.ctypes.data), int(expected.ctypes.data)))
+        here = np.asarray(remote)
+        native.copy_segments(rows(int(here.ctypes.data), int(expected.ctypes.data)))
         pair.read(*rows(base, at).tolist())
         assert np.array_equal(local, expected)
 
     def test_a_read_sees_what_is_there_now(self, pair: Pair) -> None:
-        remote, local = pair.published(100_000), np.zeros(100_000, dtype=np.uint8)
+        remote, local = pair.published(100_000), self.landing(100_000)
         ptr = pair.open([remote], [local])[0]
         direct = pair.target.direct()
         prepared = direct.prepare(table(row(ptr, local.ctypes.data, 100_000)))
@@ -153,7 +157,7 @@ class DirectContract(TransportContract):
             assert np.array_equal(local, remote)
 
     def test_nothing_grows_over_a_thousand_reads(self, pair: Pair) -> None:
-        remote, local = pair.published(50_000), np.zeros(50_000, dtype=np.uint8)
+        remote, local = pair.published(50_000), self.landing(50_000)
         ptr = pair.open([remote], [local])[0]
         direct = pair.target.direct()
         prepared = direct.prepare(table(row(ptr, local.ctypes.data, 50_000)))
@@ -170,7 +174,7 @@ class DirectContract(TransportContract):
         Footprint.now().check_flat(before)
 
     def test_nothing_grows_when_regions_change(self, pair: Pair) -> None:
-        remotes, local = [pair.published(9000, n) for n in range(2)], np.zeros(9000, np.uint8)
+        remotes, local = [pair.published(9000, n) for n in range(2)], self.landing(9000)
 
         def refit(n: int) -> None:
             ptr = pair.open([remotes[n % 2]], [local])[0]
@@ -194,7 +198,7 @@ class DirectContract(TransportContract):
         assert json.loads(json.dumps(second)) == second
 
     def test_a_stale_epoch_is_refused(self, pair: Pair) -> None:
-        one, two, local = pair.published(64), pair.published(64, 2), np.zeros(64, np.uint8)
+        one, two, local = pair.published(64), pair.published(64, 2), self.landing(64)
         old = json.loads(json.dumps(pair.source.direct().publish(addresses([one]))))
         ptr = pair.open_descriptor(old, [local])[0]
         direct = pair.target.direct()
@@ -211,7 +215,7 @@ class DirectContract(TransportContract):
         assert np.array_equal(local, two)
 
     def test_withdrawn_regions_are_refused(self, pair: Pair) -> None:
-        remote, local = pair.published(64), np.zeros(64, np.uint8)
+        remote, local = pair.published(64), self.landing(64)
         ptr = pair.open([remote], [local])[0]
         direct = pair.target.direct()
         prepared = direct.prepare(table(row(ptr, local.ctypes.data, 64)))
@@ -238,7 +242,7 @@ class DirectContract(TransportContract):
 
     @pytest.mark.parametrize("shift", [-1, 1, 10**6, -(10**6)])
     def test_sources_outside_are_refused(self, pair: Pair, shift: int) -> None:
-        remote, local = pair.published(4096), np.zeros(4096, np.uint8)
+        remote, local = pair.published(4096), self.landing(4096)
         ptr = pair.open([remote], [local])[0]
         with pytest.raises(WeightSyncError, match=r"outside|source"):
             pair.read(row(ptr + shift, local.ctypes.data, 4096))
@@ -248,14 +252,14 @@ class DirectContract(TransportContract):
         "dims", [[(2, 4000, 8)], [(3, -8, 8)], [(2, 0, 0), (1, 0, 0), (600, 8, 8)]]
     )
     def test_strides_that_leave_are_refused(self, pair: Pair, dims: list[Any]) -> None:
-        remote, local = pair.published(4096), np.zeros(4096, np.uint8)
+        remote, local = pair.published(4096), self.landing(4096)
         ptr = pair.open([remote], [local])[0]
         with pytest.raises(WeightSyncError, match=r"outside|source"):
             pair.read(row(ptr, local.ctypes.data, 200, *dims))
         assert not local.any()
 
     def test_targets_outside_are_refused(self, pair: Pair) -> None:
-        remote, local = pair.published(4096), np.zeros(8192, np.uint8)
+        remote, local = pair.published(4096), self.landing(8192)
         ptr = pair.open([remote], [local[:4096]])[0]
         with pytest.raises(WeightSyncError, match=r"outside|target"):
             pair.read(row(ptr, int(local.ctypes.data) + 1, 4096))
@@ -264,7 +268,7 @@ class DirectContract(TransportContract):
     @pytest.mark.parametrize("value", [2**62, -(2**62), 2**63 - 1])
     @pytest.mark.parametrize("column", [0, 2, 4, 5])
     def test_overflowing_tables_are_refused(self, pair: Pair, column: int, value: int) -> None:
-        remote, local = pair.published(4096), np.zeros(4096, np.uint8)
+        remote, local = pair.published(4096), self.landing(4096)
         ptr = pair.open([remote], [local])[0]
         bad = row(ptr, local.ctypes.data, 8, (2, 8, 8), (2, 16, 16), (2, 32, 32))
         bad[column] = value
@@ -273,7 +277,7 @@ class DirectContract(TransportContract):
         assert not local.any()
 
     def test_garbage_direct_descriptors_are_refused(self, pair: Pair) -> None:
-        remote, local = pair.published(64), np.zeros(64, np.uint8)
+        remote, local = pair.published(64), self.landing(64)
         good = json.loads(json.dumps(pair.source.direct().publish(addresses([remote]))))
         for name in good:
             rest = {k: v for k, v in good.items() if k != name}
@@ -285,7 +289,7 @@ class DirectContract(TransportContract):
         assert np.array_equal(local, remote)
 
     def test_a_read_ends_at_its_deadline(self, pair: Pair) -> None:
-        remote, local = pair.published(4096), np.zeros(4096, np.uint8)
+        remote, local = pair.published(4096), self.landing(4096)
         ptr = pair.open([remote], [local])[0]
         direct = pair.target.direct()
         prepared = direct.prepare(self.slow_table(ptr, int(local.ctypes.data)))
@@ -296,7 +300,7 @@ class DirectContract(TransportContract):
         assert np.array_equal(local, landed)  # quiet since
 
     def test_a_read_can_be_cancelled(self, pair: Pair) -> None:
-        remote, local = pair.published(4096), np.zeros(4096, np.uint8)
+        remote, local = pair.published(4096), self.landing(4096)
         ptr = pair.open([remote], [local])[0]
         direct = pair.target.direct()
         prepared = direct.prepare(self.slow_table(ptr, int(local.ctypes.data)))
@@ -308,7 +312,7 @@ class DirectContract(TransportContract):
 
     @pytest.mark.parametrize("who", ["source", "target"])
     def test_close_ends_a_read(self, pair: Pair, who: str) -> None:
-        remote, local = pair.published(4096), np.zeros(4096, np.uint8)
+        remote, local = pair.published(4096), self.landing(4096)
         ptr = pair.open([remote], [local])[0]
         direct = pair.target.direct()
         prepared = direct.prepare(self.slow_table(ptr, int(local.ctypes.data)))
@@ -318,7 +322,7 @@ class DirectContract(TransportContract):
             reading.result(LIMIT_S)
 
     def test_an_expired_deadline_reads_nothing(self, pair: Pair) -> None:
-        remote, local = pair.published(4096), np.zeros(4096, np.uint8)
+        remote, local = pair.published(4096), self.landing(4096)
         ptr = pair.open([remote], [local])[0]
         direct = pair.target.direct()
         prepared = direct.prepare(table(row(ptr, local.ctypes.data, 4096)))

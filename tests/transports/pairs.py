@@ -62,14 +62,15 @@ class Pair:
     target: TargetEndpoint
     pool: ThreadPoolExecutor
     alloc: Callable[[int], Bytes]
+    device: str = "cpu"
     kept: list[Any] = field(default_factory=list)
 
     def start(self, work: Callable[[], T]) -> Future[T]:
         return self.pool.submit(work)
 
     def ring(self, num_slots: int, slot_bytes: int) -> tuple[StreamSource, StreamTarget]:
-        options = RingOptions(num_slots, slot_bytes)
-        other = self.start(lambda: self.target.stream(deadline()))
+        options = RingOptions(num_slots, slot_bytes, self.device)
+        other = self.start(lambda: self.target.stream(deadline(), self.device))
         return self.source.stream(options, deadline()), other.result(LIMIT_S)
 
     def published(self, num_bytes: int, seed: int = 1) -> Bytes:
@@ -91,15 +92,15 @@ class Pair:
         direct.read(direct.prepare(table(*rows)), deadline())
 
 
-def connect(transport: Transport, alloc: Callable[[int], Bytes]) -> Pair:
+def connect(transport: Transport, alloc: Callable[[int], Bytes], device: str = "cpu") -> Pair:
     """A connected pair, both ends here."""
     pool = ThreadPoolExecutor(4)
-    source = transport.open_source()
+    source = transport.open_source(device)
     accepted = pool.submit(source.accept, deadline(stage="accept"))
     descriptor = json.loads(json.dumps(source.descriptor()))
-    target = transport.open_target(descriptor, deadline(stage="attach"))
+    target = transport.open_target(descriptor, deadline(stage="attach"), device)
     accepted.result(LIMIT_S)
-    return Pair(source, target, pool, alloc)
+    return Pair(source, target, pool, alloc, device)
 
 
 @dataclass(frozen=True)
@@ -128,12 +129,22 @@ class Footprint:
 class TransportContract:
     """Connecting, and what both contracts share."""
 
+    device = "cpu"
+
     def make_transport(self) -> Transport:
         raise NotImplementedError
 
     def alloc(self, num_bytes: int) -> Bytes:
         """Memory that this transport can publish."""
+        return self.landing(num_bytes)
+
+    def landing(self, num_bytes: int) -> Bytes:
+        """Zeroed memory to read into."""
         return np.zeros(num_bytes, dtype=np.uint8)
+
+    def view(self, ptr: int, num_bytes: int) -> Bytes:
+        """Bytes of a slot."""
+        return view(ptr, num_bytes)
 
     @pytest.fixture
     def transport(self) -> Transport:
@@ -141,7 +152,7 @@ class TransportContract:
 
     @pytest.fixture
     def pair(self, transport: Transport) -> Iterator[Pair]:
-        pair = connect(transport, self.alloc)
+        pair = connect(transport, self.alloc, self.device)
         try:
             yield pair
         finally:

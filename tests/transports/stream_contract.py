@@ -19,7 +19,6 @@ from transports.pairs import (
     deadline,
     header,
     random_bytes,
-    view,
 )
 from weightsync.deadline import CancelToken
 from weightsync.errors import (
@@ -40,25 +39,23 @@ from weightsync.transports.base import (
 class StreamContract(TransportContract):
     """The ring."""
 
-    @staticmethod
-    def send(source: StreamSource, parts: Sequence[Bytes], session: str = "s1") -> None:
+    def send(self, source: StreamSource, parts: Sequence[Bytes], session: str = "s1") -> None:
         source.begin_move(session, deadline(stage="begin"))
         for number, part in enumerate(parts):
             slot = source.acquire(deadline(stage="acquire"))
-            view(slot.ptr, slot.num_bytes)[: len(part)] = part
+            self.view(slot.ptr, slot.num_bytes)[: len(part)] = part
             last = number == len(parts) - 1
             source.submit(slot, header(len(part), number, session, is_last=last))
         source.flush(deadline(stage="flush"))
 
-    @staticmethod
-    def collect(target: StreamTarget, session: str = "s1") -> list[Bytes]:
+    def collect(self, target: StreamTarget, session: str = "s1") -> list[Bytes]:
         target.begin_move(session)
         parts = []
         while True:
             head, slot = target.receive(deadline(stage="receive"))
             assert head.session_id == session
             assert head.sequence == len(parts)
-            parts.append(view(slot.ptr, slot.num_bytes)[: head.data_bytes].copy())
+            parts.append(self.view(slot.ptr, slot.num_bytes)[: head.data_bytes].copy())
             target.release(slot)
             if head.is_last:
                 return parts
@@ -88,14 +85,14 @@ class StreamContract(TransportContract):
         received = pair.start(lambda: target.receive(deadline()))
         source.begin_move("s1", deadline())
         slot = source.acquire(deadline())
-        view(slot.ptr, 8192)[:] = (content := random_bytes(8192))
+        self.view(slot.ptr, 8192)[:] = (content := random_bytes(8192))
         sent = SlotHeader("s1", 7, 0, 3000, 8000, 192)
         source.submit(slot, sent)
         head, got = received.result(LIMIT_S)
         assert head == sent
-        read = view(got.ptr, got.num_bytes)
-        assert np.array_equal(read[:3000], content[:3000])
-        assert np.array_equal(read[8000:8192], content[8000:8192])
+        read = self.view(got.ptr, got.num_bytes)
+        assert np.array_equal(np.asarray(read)[:3000], content[:3000])
+        assert np.array_equal(np.asarray(read)[8000:8192], content[8000:8192])
 
     def test_many_sessions_over_one_ring(self, pair: Pair) -> None:
         ring = pair.ring(2, 3000)
@@ -121,24 +118,24 @@ class StreamContract(TransportContract):
         target.begin_move("s1")
         source.begin_move("s1", deadline())
         first = source.acquire(deadline())
-        view(first.ptr, 100)[:] = 1
+        self.view(first.ptr, 100)[:] = 1
         source.submit(first, header(100, 0))
         _, held = target.receive(deadline())
         for n in range(1, 6):
             slot = source.acquire(deadline())
-            view(slot.ptr, 100)[:] = n + 1
+            self.view(slot.ptr, 100)[:] = n + 1
             source.submit(slot, header(100, n))
             target.release(target.receive(deadline())[1])
-        assert (view(held.ptr, 100) == 1).all()
+        assert (np.asarray(self.view(held.ptr, 100)) == 1).all()
         target.release(held)
         source.flush(deadline())
 
     def test_same_ring_is_handed_out_again(self, pair: Pair) -> None:
         source, target = pair.ring(2, 100)
-        assert pair.source.stream(RingOptions(2, 100), deadline()) is source
-        assert pair.target.stream(deadline()) is target
+        assert pair.source.stream(RingOptions(2, 100, pair.device), deadline()) is source
+        assert pair.target.stream(deadline(), pair.device) is target
         with pytest.raises(ConfigError, match="3"):
-            pair.source.stream(RingOptions(3, 100), deadline())
+            pair.source.stream(RingOptions(3, 100, pair.device), deadline())
 
     @pytest.mark.parametrize("options", [RingOptions(0, 8), RingOptions(1, 0)])
     def test_no_ring_without_bytes(self, pair: Pair, options: RingOptions) -> None:

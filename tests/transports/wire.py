@@ -45,5 +45,9 @@ def random_bytes(num_bytes: int, seed: int = 0) -> Bytes:
     return np.random.default_rng(seed).integers(0, 256, num_bytes, dtype=np.uint8)
 
 
-def addresses(arrays: Sequence[Bytes]) -> list[RegionAddress]:
-    return [RegionAddress(i, int(a.ctypes.data), a.nbytes) for i, a in enumerate(arrays)]
+def addresses(arrays: Sequence[Any]) -> list[RegionAddress]:
+    """Of NumPy arrays, or of what is like them and has a ``device``."""
+    return [
+        RegionAddress(i, int(a.ctypes.data), a.nbytes, getattr(a, "device", "cpu"))
+        for i, a in enumerate(arrays)
+    ]

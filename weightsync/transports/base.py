@@ -94,7 +94,10 @@ class SlotHeader:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One slot of a ring: an address of this process and its size in bytes."""
+    """One slot of a ring: an address of this process and its size in bytes.
+
+    The address is one of the ring's device.
+    """
 
     index: int
     ptr: int
@@ -103,10 +106,14 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class RingOptions:
-    """The ring a source makes: ``num_slots`` slots of ``slot_bytes`` bytes each."""
+    """The ring a source makes: ``num_slots`` slots of ``slot_bytes`` bytes each.
+
+    ``device``: where its slots lie in the source's process, ``cpu`` or ``cuda:<index>``.
+    """
 
     num_slots: int
     slot_bytes: int
+    device: str = "cpu"
 
 
 class StreamSource(ABC):
@@ -250,8 +257,11 @@ class TargetEndpoint(Endpoint):
     """The engine's end."""
 
     @abstractmethod
-    def stream(self, deadline: Deadline) -> StreamTarget:
-        """The ring that the source made; waits until the source has made it."""
+    def stream(self, deadline: Deadline, device: str = "cpu") -> StreamTarget:
+        """The ring that the source made; waits until the source has made it.
+
+        ``device`` is where its slots are readable here; that must fit where the source has them.
+        """
 
     @abstractmethod
     def direct(self) -> DirectTarget:
@@ -272,9 +282,14 @@ class Transport(ABC):
         """What works on this machine, and why not. Cheap enough to call at every connect."""
 
     @abstractmethod
-    def open_source(self) -> SourceEndpoint:
-        """Raises :class:`UnavailableError` or :class:`MissingDependencyError`."""
+    def open_source(self, device: str = "cpu") -> SourceEndpoint:
+        """``device`` is where tensors are expected: what connects is measured there, if at all.
+
+        Raises :class:`UnavailableError` or :class:`MissingDependencyError`.
+        """
 
     @abstractmethod
-    def open_target(self, descriptor: Descriptor, deadline: Deadline) -> TargetEndpoint:
-        """Attach to the source that wrote ``descriptor``."""
+    def open_target(
+        self, descriptor: Descriptor, deadline: Deadline, device: str = "cpu"
+    ) -> TargetEndpoint:
+        """Attach to the source that wrote ``descriptor``; ``device`` as for ``open_source``."""

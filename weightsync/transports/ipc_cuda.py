@@ -234,10 +234,10 @@ class CudaPath(DevicePath):
             if self._is_closed:
                 raise PeerLostError("this end was closed")
             try:
-                digests = prepared.run()
+                found = prepared.run()
             except ValueError as error:  # made for what is no longer mapped
                 raise TransportError(str(error)) from error
-            return DeviceCopied(prepared.device_s, digests)
+            return DeviceCopied(prepared.device_s, None if isinstance(found, int) else found)
 
     def _drop_copies(self) -> None:
         for copy in list(self._copies):

@@ -6,21 +6,30 @@ can be put in its way, to see what is built on top notice them.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import secrets
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Final
 
 from weightsync import config
 from weightsync.deadline import Deadline
+from weightsync.device_tables import (
+    CPU,
+    CudaCopy,
+    Memory,
+    device_of,
+    private_memory,
+    read_bytes,
+    synchronize,
+    write_bytes,
+)
 from weightsync.errors import ConfigError, PeerLostError, ProtocolError, UnavailableError
-from weightsync.memory import HostMemory
 from weightsync.native import CancelFlag, copy_segments
+from weightsync.tables import DigestRows
 from weightsync.transports.base import (
     Availability,
     Capabilities,
@@ -38,9 +47,12 @@ from weightsync.transports.base import (
     TargetEndpoint,
     Transport,
 )
-from weightsync.transports.link import Inbox, LocalLink, check_fields
+from weightsync.transports.link import Inbox, Link, LocalLink, check_fields
 from weightsync.transports.published import (
     DIRECT_KINDS,
+    DeviceCopied,
+    DevicePath,
+    DeviceSource,
     DirectReader,
     EpochBoard,
     Publisher,
@@ -55,7 +67,7 @@ from weightsync.transports.ring import (
     RingTarget,
     ring_bytes,
 )
-from weightsync.types import PROTOCOL_VERSION, Contract
+from weightsync.types import PROTOCOL_VERSION, Contract, RegionAddress
 
 _DESCRIPTOR_FIELDS: Final = {"schema": int, "transport": str, "endpoint": str, "pid": int}
 #: Not measured: a copy within one process, of which only the order of magnitude matters here.
@@ -96,8 +108,9 @@ class _Faults:
             return self._faults.reads.get(self._num_reads)
 
 
-def _flip_bit(ptr: int) -> None:
-    ctypes.c_uint8.from_address(ptr).value ^= 1
+def _flip_bit(ptr: int, device: str = CPU) -> None:
+    (byte,) = read_bytes(ptr, 1, device)
+    write_bytes(ptr, bytes([byte ^ 1]), device)
 
 
 class _LocalPath(ReadPath):
@@ -129,13 +142,81 @@ class _LocalPath(ReadPath):
         """Nothing is mapped."""
 
 
+class _LocalSource(DeviceSource):
+    """Tells of CUDA memory of this process."""
+
+    def __init__(self) -> None:
+        self._described: dict[str, Any] = {}
+
+    def describe(self, regions: Sequence[RegionAddress]) -> dict[str, Any]:
+        device = device_of(regions, "what the trainer publishes")
+        synchronize(device)
+        if self._described != {"device": device}:
+            self._described = {"device": device}
+        return self._described
+
+    def announce(self, link: Link, epoch: int) -> None:
+        """All is described."""
+
+    def withdraw(self, link: Link, epoch: int) -> None:
+        """Nothing was sent along."""
+
+
+class _LocalDevicePath(DevicePath):
+    """One launch on plain addresses; faults as on the host."""
+
+    @property
+    def name(self) -> str:
+        return "cuda copy"
+
+    def __init__(self, link: LocalLink, faults: _Faults) -> None:
+        self._link = link
+        self._faults = faults
+        self._device = CPU
+
+    def map_device(
+        self,
+        device: object,
+        regions: Mapping[int, Span],
+        local: Sequence[RegionAddress],
+        epoch: int,
+    ) -> dict[int, int]:
+        self._device = device_of(local, "the engine")
+        if device != {"device": self._device}:
+            raise UnavailableError(
+                f"loopback: the trainer's tensors lie on {device}, the engine's on {self._device}; "
+                "hold both on one device"
+            )
+        return {region: ptr for region, (ptr, _) in regions.items()}
+
+    def prepare(self, rows: Table, digests: DigestRows | None) -> tuple[Table, CudaCopy]:
+        return rows, CudaCopy(rows, self._device)
+
+    def copy(self, prepared: tuple[Table, CudaCopy]) -> DeviceCopied:
+        rows, whole = prepared
+        fault = self._faults.next_read() if len(rows) else None
+        if fault is Fault.LOSE_PEER:
+            self._link.close()
+            return DeviceCopied(0.0)
+        copy = CudaCopy(rows[:-1], self._device) if fault is Fault.DROP else whole
+        copy.run()
+        if fault is Fault.CORRUPT:
+            _flip_bit(int(rows[0, 1]), self._device)
+        return DeviceCopied(copy.device_s)
+
+    def release(self) -> None:
+        """Nothing is mapped."""
+
+    def close(self) -> None:
+        """Nothing is mapped."""
+
+
 class _FaultyRing(RingSource):
     """A ring that loses or spoils the slots it was told to."""
 
-    def __init__(
-        self, inbox: Inbox, memory: HostMemory, options: RingOptions, faults: _Faults
-    ) -> None:
+    def __init__(self, inbox: Inbox, memory: Memory, options: RingOptions, faults: _Faults) -> None:
         super().__init__(inbox, memory, options)
+        self._device = options.device
         self._faults = faults
         self._is_dropped = False
 
@@ -144,7 +225,7 @@ class _FaultyRing(RingSource):
         if fault is Fault.LOSE_PEER:
             self._inbox.link.close()
         elif fault is Fault.CORRUPT:
-            _flip_bit(slot.ptr)
+            _flip_bit(slot.ptr, self._device)
         self._is_dropped = fault is Fault.DROP
         super().submit(slot, header)
 
@@ -161,11 +242,11 @@ class LoopbackSource(SourceEndpoint):
         self._link, self._peer_link = LocalLink.pair()
         self._faults = faults
         self._inbox = Inbox(self._link, RING_SOURCE_KINDS)
-        self._publisher = Publisher("loopback", self._endpoint)
+        self._publisher = Publisher("loopback", self._endpoint, device_source=_LocalSource())
         self._publisher.attach(self._link)
         self._is_attached = threading.Event()
         self._is_ring_made = threading.Event()
-        self._memory: HostMemory | None = None
+        self._memory: Memory | None = None
         self._options: RingOptions | None = None
         self._ring: RingSource | None = None
         with _sources_lock:
@@ -193,7 +274,7 @@ class LoopbackSource(SourceEndpoint):
     def stream(self, options: RingOptions, deadline: Deadline) -> StreamSource:
         self._inbox.check()
         if self._ring is None:
-            self._memory = HostMemory.anonymous(ring_bytes(options))
+            self._memory = private_memory(ring_bytes(options), options.device)
             self._ring = _FaultyRing(self._inbox, self._memory, options, self._faults)
             self._options = options
             self._is_ring_made.set()
@@ -201,7 +282,7 @@ class LoopbackSource(SourceEndpoint):
             raise ConfigError(f"the ring of this pair has {self._options}, not {options}")
         return self._ring
 
-    def wait_ring(self, link: LocalLink, deadline: Deadline) -> tuple[HostMemory, RingOptions]:
+    def wait_ring(self, link: LocalLink, deadline: Deadline) -> tuple[Memory, RingOptions]:
         """The memory of the ring, for the target."""
         _wait(self._is_ring_made, link, deadline)
         if self._memory is None or self._options is None:
@@ -236,11 +317,17 @@ class LoopbackTarget(TargetEndpoint):
         self._inbox = Inbox(self._link, (*RING_TARGET_KINDS, *DIRECT_KINDS))
         self._ring: RingTarget | None = None
         path = _LocalPath(self._link, faults)
-        self._reader = DirectReader("loopback", endpoint, self._inbox, lambda _: path)
+        device_path = _LocalDevicePath(self._link, faults)
+        self._reader = DirectReader("loopback", endpoint, self._inbox, lambda _: path, device_path)
 
-    def stream(self, deadline: Deadline) -> StreamTarget:
+    def stream(self, deadline: Deadline, device: str = CPU) -> StreamTarget:
         if self._ring is None:
             memory, options = self._source.wait_ring(self._link, deadline)
+            if options.device != device:
+                raise UnavailableError(
+                    f"loopback: the trainer streams from {options.device}, the engine's tensors "
+                    f"lie on {device}; hold both on one device"
+                )
             self._ring = RingTarget(self._inbox, memory, options)
         return self._ring
 
@@ -290,12 +377,16 @@ class LoopbackTransport(Transport):
             contracts={Contract.STREAM: Availability(True), Contract.DIRECT: Availability(True)},
             costs={Contract.STREAM: _COSTS, Contract.DIRECT: _COSTS},
             direct_converts=True,
+            reads_cuda=True,
+            streams_cuda=True,
         )
 
-    def open_source(self) -> LoopbackSource:
+    def open_source(self, device: str = CPU) -> LoopbackSource:
         return LoopbackSource(self._faults)
 
-    def open_target(self, descriptor: Descriptor, deadline: Deadline) -> LoopbackTarget:
+    def open_target(
+        self, descriptor: Descriptor, deadline: Deadline, device: str = CPU
+    ) -> LoopbackTarget:
         deadline.check()
         fields = check_fields(descriptor, _DESCRIPTOR_FIELDS, "loopback descriptor")
         for name, value in (("schema", PROTOCOL_VERSION), ("transport", self.name)):

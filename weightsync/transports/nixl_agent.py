@@ -18,12 +18,14 @@ from typing import Any, Final
 import numpy as np
 
 from weightsync.deadline import Deadline
+from weightsync.device_tables import CPU
 from weightsync.errors import (
     PeerLostError,
     TransportError,
     UnavailableError,
 )
 from weightsync.transports.nixl_binding import (
+    PieceSteps,
     Span,
     Transfer,
     descriptors,
@@ -39,6 +41,8 @@ _SERVE_WAKE_US: Final = 100_000
 _PIECE_BYTES: Final = 32 * 2**20
 _PIECE_READS: Final = 1024
 _IN_FLIGHT: Final = 2
+#: A device moves more than a terabyte in a second, and what was posted is soon over.
+_DEVICE_PIECE_BYTES: Final = 512 * 2**20
 #: Waiting: first without sleeping, then in steps that a software path survives (it moves 512 KiB at
 #: a time, and only while it is polled), then gently.
 _SPIN_S: Final = 50e-6
@@ -167,6 +171,12 @@ class Agent:
                 ) from error
             self._known |= set(spans)
 
+    def forget_peer(self) -> None:
+        """What the peer has registered is to be learned again."""
+        with self._lock:
+            if self._lost is None:
+                self._forget_peer()
+
     def _forget_peer(self) -> None:
         self._forget_prepared()
         if self._peer is not None:
@@ -184,7 +194,22 @@ class Agent:
 
     def prepare(self, reads: Reads, source_device: str, target_device: str) -> Transfer:
         """Reads of the peer's registered memory into ours, ready to run again and again."""
-        transfer = Transfer(cut(reads, _PIECE_BYTES), source_device, target_device)
+        is_host = CPU in (source_device, target_device)
+        piece_bytes = _PIECE_BYTES if is_host else _DEVICE_PIECE_BYTES
+        reads = cut(reads, piece_bytes)
+        ranges = pieces(reads.num_bytes, piece_bytes, _PIECE_READS)
+        return self.prepare_pieces(reads, ranges, source_device, target_device, _IN_FLIGHT)
+
+    def prepare_pieces(
+        self,
+        reads: Reads,
+        ranges: Sequence[tuple[int, int]],
+        source_device: str,
+        target_device: str,
+        num_in_flight: int,
+    ) -> Transfer:
+        """Like :meth:`prepare`, in given pieces: index ranges of the reads."""
+        transfer = Transfer(reads, ranges, source_device, target_device, num_in_flight)
         with self._lock:
             self._check_open()
             self._build(transfer)
@@ -205,7 +230,7 @@ class Agent:
                 table = descriptors(ptrs, reads.num_bytes, index)
                 sides.append(nixl.prepXferDlist(owner, bind.nixlXferDList(kind, table), backends))
                 transfer.adopt(nixl.releasedDlistH, sides[-1])
-            for first, last in pieces(reads.num_bytes, _PIECE_BYTES, _PIECE_READS):
+            for first, last in transfer.pieces:
                 index_range = np.arange(first, last, dtype=np.int32)
                 handle = nixl.makeXferReq(
                     bind.NIXL_READ, sides[0], index_range, sides[1], index_range, "", backends
@@ -220,14 +245,21 @@ class Agent:
         transfer.generation = self._generation
         self._transfers.add(transfer)
 
-    def read(self, transfer: Transfer, deadline: Deadline, lost: Callable[[], str | None]) -> None:
+    def read(
+        self,
+        transfer: Transfer,
+        deadline: Deadline,
+        lost: Callable[[], str | None],
+        steps: PieceSteps | None = None,
+    ) -> None:
         """Run a prepared transfer to its end.
 
         When it raises, nothing of it lands any more: pieces under way are waited for, and where they
         do not end the agent is torn down, which takes the connection (and the queues of a network
         card) with it.
         """
-        posted: deque[Any] = deque()
+        posted: deque[Any] = deque()  # None: landed at once
+        num_landed = 0
 
         def check() -> None:
             self._check_open()
@@ -235,21 +267,29 @@ class Agent:
             if (reason := lost()) is not None:
                 raise PeerLostError(f"{reason} (stage {deadline.stage!r})")
 
+        def land() -> None:
+            nonlocal num_landed
+            if posted[0] is not None:
+                self._wait(posted[0], check)
+            posted.popleft()
+            if steps is not None:
+                steps.landed(num_landed)
+            num_landed += 1
+
         try:
             check()
             with self._lock:
                 self._check_open()
                 self._build(transfer)
-            for handle in transfer.handles:
+            for piece, handle in enumerate(transfer.handles):
                 check()
-                if self._post(handle):
-                    posted.append(handle)
-                while len(posted) >= _IN_FLIGHT:
-                    self._wait(posted[0], check)
-                    posted.popleft()
+                if steps is not None:
+                    steps.before(piece)
+                posted.append(handle if self._post(handle) else None)
+                while len(posted) >= transfer.num_in_flight:
+                    land()
             while posted:
-                self._wait(posted[0], check)
-                posted.popleft()
+                land()
         except self._errors as error:
             self._fail(error, deadline, lost)
         except BaseException:
@@ -288,7 +328,7 @@ class Agent:
         end_s = time.monotonic() + (0.0 if is_hopeless else _QUIET_LIMIT_S)
         try:
             while posted:
-                if not self._poll(posted[0]):
+                if posted[0] is None or not self._poll(posted[0]):
                     posted.popleft()
                 elif time.monotonic() >= end_s:
                     self.close("a read that was given up did not end; connect again")

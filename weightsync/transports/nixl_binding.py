@@ -10,7 +10,7 @@ import contextlib
 import importlib
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,9 @@ _ENVIRONMENT: Final = {
     "UCX_LOG_LEVEL": "fatal",
     # Without it UCX reads device memory of its own GPU through the host, 2000 times slower.
     "UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "y",
+    # UCX would keep what it mapped of a trainer until this process ends: the memory of a trainer that
+    # is gone would not be free. What is read again and again is kept mapped by us (p2p_cuda.py).
+    "UCX_CUDA_IPC_CACHE": "n",
 }
 
 
@@ -62,13 +65,35 @@ def memory_type(bind: Any, device: str) -> tuple[Any, int]:
     raise UnavailableError(f"device {device!r}: p2p moves memory of 'cpu' and 'cuda' devices")
 
 
-class Transfer:
-    """Reads and the NIXL handles that run them, in pieces."""
+class PieceSteps(Protocol):
+    """What is done between the pieces of a transfer, on the reading thread."""
 
-    def __init__(self, reads: Reads, source_device: str, target_device: str) -> None:
+    def before(self, piece: int) -> None:
+        """It is about to be posted."""
+
+    def landed(self, piece: int) -> None:
+        """Its bytes are here; pieces land in order."""
+
+
+class Transfer:
+    """Reads and the NIXL handles that run them: one for each piece, an index range of the reads.
+
+    ``num_in_flight`` pieces are under way at a time.
+    """
+
+    def __init__(
+        self,
+        reads: Reads,
+        pieces: Sequence[tuple[int, int]],
+        source_device: str,
+        target_device: str,
+        num_in_flight: int,
+    ) -> None:
         self.reads = reads
+        self.pieces = pieces
         self.source_device = source_device
         self.target_device = target_device
+        self.num_in_flight = num_in_flight
         self.generation = -1
         self.handles: list[Any] = []
         self._owned: list[tuple[Callable[[Any], None], Any]] = []

@@ -51,10 +51,10 @@ def reads_of(table: Int64Array) -> Reads:
             f"{int(np.count_nonzero(table[:, _CONVERT]))} of {len(table)} segments convert elements: "
             "p2p reads move bytes only; convert while filling a ring (stream)"
         )
-    return merge(_runs(_fold(table)))
+    return merge(expand(fold(table)))
 
 
-def _fold(table: Int64Array) -> Int64Array:
+def fold(table: Int64Array) -> Int64Array:
     """Dimensions that are dense on both sides moved into the run; segments without a byte dropped."""
     has_bytes = table[:, _NUM_BYTES] > 0
     for count, _, _ in _DIMS:
@@ -64,14 +64,14 @@ def _fold(table: Int64Array) -> Int64Array:
     for count, source_stride, target_stride in reversed(_DIMS):
         run = rows[:, _NUM_BYTES]
         is_dense = (rows[:, source_stride] == run) & (rows[:, target_stride] == run)
-        fold = is_inner_done & (is_dense | (rows[:, count] == 1))
-        rows[fold, _NUM_BYTES] *= rows[fold, count]
-        rows[fold, count] = 1
+        joins = is_inner_done & (is_dense | (rows[:, count] == 1))
+        rows[joins, _NUM_BYTES] *= rows[joins, count]
+        rows[joins, count] = 1
         is_inner_done &= rows[:, count] == 1
     return rows
 
 
-def _runs(rows: Int64Array) -> Reads:
+def expand(rows: Int64Array) -> Reads:
     """Every run of every row."""
     counts = [rows[:, count] for count, _, _ in _DIMS]
     per_row = counts[0] * counts[1] * counts[2]
@@ -92,8 +92,14 @@ def _runs(rows: Int64Array) -> Reads:
     return Reads(source, target, rows[row, _NUM_BYTES])
 
 
-def merge(reads: Reads) -> Reads:
-    """Reads by rising source address, neighbours on both sides joined."""
+def merge(
+    reads: Reads, source_starts: Int64Array | None = None, target_starts: Int64Array | None = None
+) -> Reads:
+    """Reads by rising source address, neighbours on both sides joined.
+
+    ``source_starts`` and ``target_starts``, rising addresses of allocations: nothing is joined over
+    the start of one.
+    """
     if not len(reads):
         return reads
     reads = reads.take(np.lexsort((reads.target_ptr, reads.source_ptr)))
@@ -101,6 +107,10 @@ def merge(reads: Reads) -> Reads:
     goes_on = (reads.source_ptr[1:] == reads.source_ptr[:-1] + size[:-1]) & (
         reads.target_ptr[1:] == reads.target_ptr[:-1] + size[:-1]
     )
+    for ptrs, starts in ((reads.source_ptr, source_starts), (reads.target_ptr, target_starts)):
+        if starts is not None:
+            owner = np.searchsorted(starts, ptrs, side="right")
+            goes_on &= owner[1:] == owner[:-1]
     first = np.flatnonzero(np.concatenate(([True], ~goes_on)))
     return Reads(reads.source_ptr[first], reads.target_ptr[first], np.add.reduceat(size, first))
 

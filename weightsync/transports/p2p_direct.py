@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 
 from weightsync.deadline import Deadline
+from weightsync.device_tables import CPU, CudaCopy, device_of, synchronize
 from weightsync.errors import ConfigError, ProtocolError, TransportError, UnavailableError
 from weightsync.faults import reach
 from weightsync.memory import PAGE_BYTES, merge_spans
@@ -18,8 +19,21 @@ from weightsync.tables import DigestRows
 from weightsync.transports.base import Descriptor, DirectSource, DirectTarget, PreparedRead, Table
 from weightsync.transports.link import Inbox, Link, check_fields
 from weightsync.transports.nixl_agent import Agent
-from weightsync.transports.nixl_binding import Span, Transfer
-from weightsync.transports.nixl_reads import Reads, reads_of
+from weightsync.transports.nixl_binding import Span
+from weightsync.transports.nixl_reads import reads_of
+from weightsync.transports.p2p_cuda import (
+    Allocation,
+    DeviceWay,
+    Key,
+    PeerMemory,
+    allocations_of,
+    are_current,
+    check_exportable,
+    export,
+    parse_handles,
+)
+from weightsync.transports.p2p_device_read import DeviceRead, LandingChunks, limits_for
+from weightsync.transports.p2p_windows import ReadCosts, plan_pieces
 from weightsync.transports.published import EpochBoard
 from weightsync.transports.reads import (
     check_sources,
@@ -31,8 +45,13 @@ from weightsync.types import PROTOCOL_VERSION, RegionAddress, format_bytes
 
 _DESCRIPTOR_FIELDS: Final = {
     "schema": int, "transport": str, "endpoint": str, "epoch": int, "devices": list,
-    "regions": str, "spans": str, "agent": str,
+    "regions": str, "spans": str, "allocations": str, "handles": list, "agent": str,
 }  # fmt: skip
+
+
+#: One H200: a descriptor of a read within a device (with thousands of allocations), the segment copy.
+_OP_S: Final = 12e-6
+UNPACK_BYTES_PER_S: Final = 2.0e12
 
 
 def pack(rows: Sequence[Sequence[int]]) -> str:
@@ -59,22 +78,20 @@ def unpack_bytes(text: str, what: str) -> bytes:
 
 
 def spans_of(regions: Sequence[RegionAddress]) -> list[Span]:
-    """The fewest spans that hold these regions: neighbours on shared or touching pages are joined.
+    """The fewest spans that hold these host regions: neighbours on shared or touching pages are
+    joined.
 
     The ends are not rounded to pages. Two lists of regions that merely share a page would overlap,
     and what overlaps cannot be published one after the other over one connection.
     """
-    spans: list[Span] = []
-    for device in sorted({region.device for region in regions}):
-        ranges = [(r.ptr, r.num_bytes) for r in regions if r.device == device]
-        merged, index = merge_spans(ranges, PAGE_BYTES if device == "cpu" else 1)
-        start = [ptr + num_bytes for ptr, num_bytes in merged]
-        stop = [ptr for ptr, _ in merged]
-        for (ptr, num_bytes), i in zip(ranges, index, strict=True):
-            if i >= 0:
-                start[i], stop[i] = min(start[i], ptr), max(stop[i], ptr + num_bytes)
-        spans += [Span(a, b - a, device) for a, b in zip(start, stop, strict=True)]
-    return spans
+    ranges = [(r.ptr, r.num_bytes) for r in regions]
+    merged, index = merge_spans(ranges, PAGE_BYTES)
+    start = [ptr + num_bytes for ptr, num_bytes in merged]
+    stop = [ptr for ptr, _ in merged]
+    for (ptr, num_bytes), i in zip(ranges, index, strict=True):
+        if i >= 0:
+            start[i], stop[i] = min(start[i], ptr), max(stop[i], ptr + num_bytes)
+    return [Span(a, b - a, CPU) for a, b in zip(start, stop, strict=True)]
 
 
 def _check_regions(regions: Sequence[RegionAddress]) -> None:
@@ -91,13 +108,26 @@ class Registrations:
     def __init__(self, agent: Agent, max_bytes: int | None) -> None:
         self._agent = agent
         self._max_bytes = max_bytes
-        self._handles: list[Any] = []
+        self._registered: list[Any] = []
+        self._allocations: list[Allocation] = []
         self.spans: list[Span] = []
 
-    def replace(self, regions: Sequence[RegionAddress]) -> bool:
-        """Register these regions instead of the last ones; False if that changes nothing."""
-        spans = spans_of(regions)
-        if spans == self.spans:
+    @property
+    def ids(self) -> list[int]:
+        """Identities of the allocations, one a span; none on the host."""
+        return [allocation.id for allocation in self._allocations]
+
+    @property
+    def handles(self) -> list[str]:
+        """By which another process of this machine maps the allocations."""
+        return export(self._allocations)
+
+    def replace(self, regions: Sequence[RegionAddress], device: str = CPU) -> bool:
+        """Register these regions of a device instead of the last ones; False if nothing changes."""
+        allocations = [] if device == CPU else allocations_of(regions, device)
+        check_exportable(allocations)
+        spans = [a.span for a in allocations] if allocations else spans_of(regions)
+        if spans == self.spans and allocations == self._allocations:
             return False
         total = sum(span.num_bytes for span in spans)
         if self._max_bytes is not None and total > self._max_bytes:
@@ -106,13 +136,22 @@ class Registrations:
                 f"{format_bytes(self._max_bytes)} that was set; move through a ring (stream)"
             )
         self.clear()
-        self._handles = self._agent.register(spans) if spans else []
-        self.spans = spans
+        self._registered = self._agent.register(spans) if spans else []
+        self.spans, self._allocations = spans, allocations
         return True
 
+    def has_room(self, allocations: Sequence[Allocation]) -> bool:
+        """Whether these may be registered at once."""
+        total = sum(a.span.num_bytes for a in allocations)
+        return self._max_bytes is None or total <= self._max_bytes
+
+    def is_current(self) -> bool:
+        """Whether no device memory was freed and allocated anew since."""
+        return are_current(self._allocations)
+
     def clear(self) -> None:
-        self._agent.deregister(self._handles)
-        self._handles, self.spans = [], []
+        self._agent.deregister(self._registered)
+        self._registered, self.spans, self._allocations = [], [], []
 
 
 class P2pDirectSource(DirectSource):
@@ -136,17 +175,19 @@ class P2pDirectSource(DirectSource):
     def publish(self, regions: Sequence[RegionAddress]) -> Descriptor:
         reach("direct.publish")
         wanted = tuple(regions)
-        if wanted != self._regions:
+        device = device_of(wanted, "what the trainer publishes")
+        synchronize(device)  # with whatever writes the regions
+        if wanted != self._regions or not self._registered.is_current():
             _check_regions(wanted)
             self._regions = None
-            self._registered.replace(wanted)
+            self._registered.replace(wanted, device)
             self._epoch += 1
             self._descriptor = self._describe(wanted)
             self._regions = wanted
             if self._link is not None:
                 self._announce(self._link)
         reach("direct.published")
-        return dict(self._descriptor)
+        return self._descriptor  # the same object while nothing changes
 
     def withdraw(self) -> None:
         reach("direct.withdraw")
@@ -172,6 +213,8 @@ class P2pDirectSource(DirectSource):
             "devices": devices,
             "regions": pack([(r.region, r.ptr, r.num_bytes, code[r.device]) for r in regions]),
             "spans": pack([(s.ptr, s.num_bytes, code[s.device]) for s in spans]),
+            "allocations": pack([(i,) for i in self._registered.ids]),
+            "handles": self._registered.handles,
             "agent": base64.b64encode(self._agent.metadata()).decode(),
         }
 
@@ -183,7 +226,18 @@ class _Published:
     epoch: int
     regions: tuple[RegionAddress, ...]
     spans: tuple[Span, ...]
+    allocations: tuple[int, ...]  # identities, one a span; none on the host
+    handles: tuple[str, ...]  # likewise
     metadata: bytes
+
+    @property
+    def device(self) -> str:
+        """Of the source's spans, by the source's number."""
+        return self.spans[0].device if self.spans else CPU
+
+    @property
+    def keys(self) -> list[Key]:
+        return [Key(i, h) for i, h in zip(self.allocations, self.handles, strict=True)]
 
     @classmethod
     def parse(cls, descriptor: Descriptor, endpoint: str) -> _Published:
@@ -198,12 +252,22 @@ class _Published:
         spans = unpack(fields["spans"], 3, f"{what}, 'spans'")
         if any(row[-1] >= len(devices) for row in (*regions, *spans)):
             raise ProtocolError(f"{what}: a device beyond the {len(devices)} that are listed")
+        ids = [row[0] for row in unpack(fields["allocations"], 1, f"{what}, 'allocations'")]
         if len({row[0] for row in regions}) != len(regions):
             raise ProtocolError(f"{what}: a region is listed twice")
+        handles = parse_handles(fields["handles"], f"{what}, 'handles'")
+        if len(ids) not in (0, len(spans)) or len(handles) != len(ids):
+            raise ProtocolError(
+                f"{what}: {len(ids)} allocations with {len(handles)} handles for {len(spans)} spans"
+            )
+        if len({row[-1] for row in spans}) > 1:
+            raise ProtocolError(f"{what}: its spans lie on several devices")
         return cls(
             fields["epoch"],
             tuple(RegionAddress(r, ptr, size, devices[d]) for r, ptr, size, d in regions),
             tuple(Span(ptr, size, devices[d]) for ptr, size, d in spans),
+            tuple(ids),
+            tuple(handles),
             unpack_bytes(fields["agent"], f"{what}, 'agent'"),
         )
 
@@ -212,12 +276,15 @@ class _Published:
 class _Opened:
     published: _Published
     local: tuple[RegionAddress, ...]
+    device: str  # of what is local
+    is_mapped: bool  # the trainer's memory, here
 
 
 @dataclass(frozen=True, slots=True)
 class _State:
     opened: _Opened
-    transfers: list[Transfer]
+    read: Callable[[Deadline], float | None]  # seconds of the device, where its clock tells
+    num_reads: int
 
 
 class P2pDirectTarget(DirectTarget):
@@ -230,7 +297,12 @@ class P2pDirectTarget(DirectTarget):
         inbox: Inbox,
         lost: Callable[[], str | None],
         max_bytes: int | None,
+        kept: PeerMemory | None = None,
+        way: DeviceWay = DeviceWay.AUTO,
     ) -> None:
+        """``kept`` is for a trainer of this machine whose CUDA memory can be mapped."""
+        self._kept = kept
+        self._way = way
         self._agent = agent
         self._endpoint = endpoint
         self._inbox = inbox
@@ -238,24 +310,67 @@ class P2pDirectTarget(DirectTarget):
         self._board = EpochBoard(inbox)
         self._registered = Registrations(agent, max_bytes)
         self._opened: _Opened | None = None
+        self._parsed: tuple[Descriptor, _Published] | None = None
+        self._known: dict[Span, int] = {}  # allocations that the agent has learned of
+        self._chunks: dict[int, LandingChunks] = {}
+        #: Of a read between devices; what a probe has measured is better than this.
+        self.device_bytes_per_s = UNPACK_BYTES_PER_S
 
     def open(
         self, descriptor: Descriptor, local: Sequence[RegionAddress], deadline: Deadline
     ) -> dict[int, int]:
         reach("direct.open")
-        published = _Published.parse(descriptor, self._endpoint)
+        published = self._parse(descriptor)
         where = tuple(local)
         self._inbox.check()
-        self._board.wait_for(published.epoch, deadline)
+        try:
+            self._board.wait_for(published.epoch, deadline)
+        except TransportError:
+            self._let_go()
+            raise
         old = self._opened
         if old is None or (old.published, old.local) != (published, where):
             _check_regions(where)
+            device = device_of(where, "the engine")
+            _check_pair(published, where, device)
             self._opened = None
+            is_mapped = old is not None and old.is_mapped
             if old is None or old.published != published:
-                self._agent.load_peer(published.metadata, published.spans)
-            self._registered.replace(where)
-            self._opened = _Opened(published, where)
+                is_mapped = self._reach(published)
+            if device == CPU:  # on a device only what is read into straight
+                self._registered.replace(where)
+            self._opened = _Opened(published, where, device, is_mapped)
         return {region.region: region.ptr for region in published.regions}
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether reads of what is open are copies out of mapped memory."""
+        return self._opened is not None and self._opened.is_mapped
+
+    def _reach(self, published: _Published) -> bool:
+        """True if all of it was mapped, False if NIXL reads it."""
+        is_mapped = False
+        if self._kept is not None and published.handles:
+            is_mapped = self._kept.replace(published.keys)
+            if is_mapped and self._way is DeviceWay.AUTO:
+                return True
+        self._learn(published)
+        return False
+
+    def _parse(self, descriptor: Descriptor) -> _Published:
+        """The same descriptor comes with every update, and may tell of ten thousands of regions."""
+        if self._parsed is None or self._parsed[0] is not descriptor:
+            self._parsed = (descriptor, _Published.parse(descriptor, self._endpoint))
+        return self._parsed[1]
+
+    def _learn(self, published: _Published) -> None:
+        """Another allocation at a known address is another key: nothing of the old one is kept."""
+        ids = dict(zip(published.spans, published.allocations, strict=False))
+        if any(self._known.get(span, number) != number for span, number in ids.items()):
+            self._agent.forget_peer()
+            self._known.clear()
+        self._agent.load_peer(published.metadata, published.spans)
+        self._known |= ids
 
     def prepare(self, table: Table, digests: DigestRows | None = None) -> PreparedRead:
         opened = self._opened
@@ -265,10 +380,81 @@ class P2pDirectTarget(DirectTarget):
         sources, targets = opened.published.regions, opened.local
         check_sources(rows, [(r.ptr, r.num_bytes) for r in sources])
         check_targets(rows, [(r.ptr, r.num_bytes) for r in targets])
+        num_bytes = table_bytes(rows)
+        make = self._host_state
+        if opened.device != CPU:
+            make = self._mapped_state if opened.is_mapped else self._device_state
+        return PreparedRead(rows, num_bytes, make(opened, rows, num_bytes))
+
+    def _host_state(self, opened: _Opened, rows: Table, num_bytes: int) -> _State:
         reads = reads_of(rows)
-        groups = _by_devices(reads, opened.published.spans, self._registered.spans)
-        transfers = [self._agent.prepare(part, *devices) for devices, part in groups.items()]
-        return PreparedRead(rows, table_bytes(rows), _State(opened, transfers))
+        if not len(reads):
+            return _State(opened, lambda deadline: None, 0)
+        transfer = self._agent.prepare(reads, CPU, CPU)
+        run: Callable[[Deadline], None] = lambda deadline: self._agent.read(  # noqa: E731
+            transfer, deadline, self._lost
+        )
+        return _State(opened, run, len(transfer.reads))
+
+    def _mapped_state(self, opened: _Opened, rows: Table, num_bytes: int) -> _State:
+        """One launch out of the trainer's memory, by our addresses of it."""
+        kept, published = self._kept, opened.published
+        if kept is None:
+            raise ConfigError("nothing was mapped to read from")
+        starts = np.array([span.ptr for span in published.spans], dtype=np.int64)
+        shift = np.array([kept.address_of(key) for key in published.keys], dtype=np.int64) - starts
+        rows = rows.copy()
+        if len(rows):
+            order = np.argsort(starts)
+            at = np.searchsorted(starts[order], rows[:, 0], side="right") - 1
+            rows[:, 0] += shift[order][at]
+        copy = CudaCopy(rows, opened.device)
+
+        def run(deadline: Deadline) -> float:
+            kept.run(copy)
+            return copy.device_s
+
+        return _State(opened, run, 1)
+
+    def _device_state(self, opened: _Opened, rows: Table, num_bytes: int) -> _State:
+        published = opened.published
+        spans = np.array([s[:2] for s in published.spans], dtype=np.int64).reshape(-1, 2)
+        landed = allocations_of(opened.local, opened.device)
+        starts = None
+        if all(a.is_exportable for a in landed) and self._registered.has_room(landed):
+            starts = np.array([a.span.ptr for a in landed], dtype=np.int64)
+        limits = limits_for(num_bytes)
+        costs = ReadCosts(_OP_S, self.device_bytes_per_s, UNPACK_BYTES_PER_S)
+        pieces = plan_pieces(
+            rows, spans[np.argsort(spans[:, 0])], costs=costs, limits=limits, target_starts=starts
+        )
+        if not all(piece.is_chunk for piece in pieces):
+            self._registered.replace(opened.local, opened.device)
+        landing = None
+        if any(piece.is_chunk for piece in pieces):
+            landing = self._chunks_of(limits.chunk_bytes, opened.device)
+        read = DeviceRead(self._agent, pieces, landing, published.device, opened.device)
+        run: Callable[[Deadline], None] = lambda deadline: read.run(deadline, self._lost)  # noqa: E731
+        return _State(opened, run, read.num_reads)
+
+    def _chunks_of(self, chunk_bytes: int, device: str) -> LandingChunks:
+        if chunk_bytes not in self._chunks:
+            self._chunks[chunk_bytes] = LandingChunks(self._agent, device, chunk_bytes)
+        return self._chunks[chunk_bytes]
+
+    def _let_go(self) -> None:
+        """What is kept mapped is no longer published."""
+        if self._kept is not None:
+            self._kept.replace(())
+            self._opened = None
+
+    def close(self) -> None:
+        """After the agent: nothing may land any more."""
+        for chunks in self._chunks.values():
+            chunks.close()
+        self._chunks.clear()
+        if self._kept is not None:
+            self._kept.close()
 
     def read(self, prepared: PreparedRead, deadline: Deadline) -> None:
         reach("direct.read")
@@ -278,39 +464,25 @@ class P2pDirectTarget(DirectTarget):
             raise TransportError("this read was prepared for regions that are no longer open")
         epoch = state.opened.published.epoch
         self._board.refresh()
-        self._board.check(epoch)
+        try:
+            self._board.check(epoch)
+        except TransportError:
+            self._let_go()
+            raise
         deadline.check()
-        for transfer in state.transfers:
-            self._agent.read(transfer, deadline, self._lost)
+        prepared.device_s = state.read(deadline)
         self._board.refresh()
         self._board.check(epoch)  # withdrawn meanwhile: what was read may be torn
         self._inbox.check()  # the number of a process that ended may belong to another by now
         reach("direct.read_done")
 
 
-def _by_devices(
-    reads: Reads, source_spans: Sequence[Span], target_spans: Sequence[Span]
-) -> Mapping[tuple[str, str], Reads]:
-    """The reads of each pair of devices: one NIXL list holds one kind of memory."""
-    if not len(reads):
-        return {}
-    source = _device_index(reads.source_ptr, source_spans)
-    target = _device_index(reads.target_ptr, target_spans)
-    source_names = sorted({span.device for span in source_spans})
-    target_names = sorted({span.device for span in target_spans})
-    groups: dict[tuple[str, str], Reads] = {}
-    for a, source_device in enumerate(source_names):
-        for b, target_device in enumerate(target_names):
-            chosen = np.flatnonzero((source == a) & (target == b))
-            if len(chosen):
-                groups[source_device, target_device] = reads.take(chosen)
-    return groups
-
-
-def _device_index(ptrs: np.ndarray[Any, np.dtype[np.int64]], spans: Sequence[Span]) -> Any:
-    """For each address the position of its device among the sorted names."""
-    names = sorted({span.device for span in spans})
-    ordered = sorted(spans, key=lambda span: span.ptr)
-    starts = np.array([span.ptr for span in ordered], dtype=np.int64)
-    codes = np.array([names.index(span.device) for span in ordered])
-    return codes[np.searchsorted(starts, ptrs, side="right") - 1]
+def _check_pair(published: _Published, local: Sequence[RegionAddress], device: str) -> None:
+    """Both sides on the host, or both on a CUDA device."""
+    if not published.spans or not any(region.num_bytes for region in local):
+        return
+    if (published.device == CPU) != (device == CPU):
+        raise UnavailableError(
+            f"the trainer's tensors lie on {published.device}, the engine's on {device}: p2p reads "
+            "from host to host or from CUDA device to CUDA device; move one side"
+        )

@@ -1,4 +1,5 @@
-"""Whether reads of a p2p peer work, how fast, and by which path: found out by reading known bytes."""
+"""Whether reads of a p2p peer's host memory work, how fast, and by which path: found out by reading
+known bytes. :mod:`weightsync.transports.p2p_cuda_probe` does the same for CUDA devices."""
 
 from __future__ import annotations
 

@@ -18,32 +18,37 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 
 from weightsync.deadline import CancelToken, Deadline
+from weightsync.device_tables import CPU, DeviceMemory, Memory
 from weightsync.errors import (
     CancelledError,
     DeadlineError,
     PeerLostError,
     ProtocolError,
+    UnavailableError,
     WeightSyncError,
 )
 from weightsync.memory import HostMemory
 from weightsync.transports.base import RingOptions, SlotHeader
 from weightsync.transports.channel import Channel
+from weightsync.transports.cuda_mapping import MappedMemory
 from weightsync.transports.frames import Frame, close_fds
 from weightsync.transports.link import check_fields
 from weightsync.transports.nixl_agent import Agent
 from weightsync.transports.nixl_binding import Span, Transfer
 from weightsync.transports.nixl_reads import Reads
+from weightsync.transports.p2p_cuda import Key, PeerMemory, export_at, parse_handles
 from weightsync.transports.p2p_direct import unpack_bytes
 from weightsync.transports.ring import ring_bytes, stride_bytes
 
 RING_KIND: Final = "ring"
 _RING_FIELDS: Final = {
-    "kind": str, "num_slots": int, "slot_bytes": int, "ptr": int, "agent": str,
+    "kind": str, "num_slots": int, "slot_bytes": int, "ptr": int, "device": str, "handle": str,
+    "agent": str,
 }  # fmt: skip
 #: A read belongs to no caller's wait, so only close, a lost peer or a caller that gave up end it.
 _READ_LIMIT_S: Final = 24 * 3600.0
@@ -54,33 +59,89 @@ _MAX_KEPT: Final = 128
 _MAX_GAP_BYTES: Final = 16 * 1024
 
 
-def ring_frame(options: RingOptions, memory: HostMemory, agent: Agent) -> dict[str, Any]:
+def ring_frame(options: RingOptions, memory: Memory, agent: Agent) -> dict[str, Any]:
     """How a source announces its ring."""
     return {
         "kind": RING_KIND,
         "num_slots": options.num_slots,
         "slot_bytes": options.slot_bytes,
         "ptr": memory.ptr,
+        "device": options.device,
+        "handle": "" if options.device == CPU else export_at(memory.ptr, options.device),
         "agent": base64.b64encode(agent.metadata()).decode(),
     }
 
 
-class LandingRing:
-    """A remote ring and the local slots of the same shape."""
+class Ring(Protocol):
+    """The slots of a remote ring, readable here."""
 
-    def __init__(self, agent: Agent, message: Mapping[str, Any]) -> None:
+    options: RingOptions
+
+    def transfer(self, index: int, header: SlotHeader) -> Transfer | None:
+        """What must be read before a slot is readable, if anything."""
+
+
+def ring_handle(fields: Mapping[str, Any]) -> str:
+    """Of a ring on a CUDA device. Raises :class:`ProtocolError`."""
+    return parse_handles([fields.get("handle")], "frame 'ring', 'handle'")[0]
+
+
+class MappedRing:
+    """A remote ring on a CUDA device of this machine, mapped: slots are readable where they are."""
+
+    def __init__(self, message: Mapping[str, Any], device: str) -> None:
+        """Raises :class:`TransportError` where it cannot be mapped."""
         fields = check_fields(message, _RING_FIELDS, "frame 'ring'")
-        self.options = RingOptions(fields["num_slots"], fields["slot_bytes"])
+        self.options = RingOptions(fields["num_slots"], fields["slot_bytes"], device)
+        handle = bytes.fromhex(ring_handle(fields))
+        self.memory = MappedMemory(handle, ring_bytes(self.options), device)
+
+    def transfer(self, index: int, header: SlotHeader) -> Transfer | None:
+        return None
+
+    def close(self) -> None:
+        """Unmapped with the last slot that somebody holds."""
+        self.memory.close()
+
+
+class LandingRing:
+    """A remote ring and the local slots of the same shape, on a device of the same kind."""
+
+    def __init__(
+        self,
+        agent: Agent,
+        message: Mapping[str, Any],
+        device: str,
+        kept: PeerMemory | None = None,
+    ) -> None:
+        """``kept`` is for a trainer of this machine whose CUDA memory can be mapped."""
+        fields = check_fields(message, _RING_FIELDS, "frame 'ring'")
+        self.options = RingOptions(fields["num_slots"], fields["slot_bytes"], device)
         num_bytes = ring_bytes(self.options)
         self._agent = agent
         self._source_ptr: int = fields["ptr"]
-        self.memory = HostMemory.anonymous(num_bytes)
-        self._pin = self.memory.pin()  # reads land here until the agent is quiet
-        agent.register([Span(self.memory.ptr, num_bytes, "cpu")])
-        agent.load_peer(
-            unpack_bytes(fields["agent"], "frame 'ring', 'agent'"),
-            [Span(self._source_ptr, num_bytes, "cpu")],
+        self._source_device: str = fields["device"]
+        if (self._source_device == CPU) != (device == CPU):
+            raise UnavailableError(
+                f"the trainer streams from {self._source_device}, the engine's tensors lie on "
+                f"{device}: p2p reads from host to host or from CUDA device to CUDA device"
+            )
+        self.memory: Memory = (
+            HostMemory.anonymous(num_bytes) if device == CPU else DeviceMemory(num_bytes, device)
         )
+        self._pin = self.memory.pin()  # reads land here until the agent is quiet
+        self._kept = kept
+        try:
+            if kept is not None and device != CPU:
+                kept.replace([Key(0, ring_handle(fields))])
+            agent.register([Span(self.memory.ptr, num_bytes, device)])
+            agent.load_peer(
+                unpack_bytes(fields["agent"], "frame 'ring', 'agent'"),
+                [Span(self._source_ptr, num_bytes, self._source_device)],
+            )
+        except BaseException:
+            self.close()
+            raise
         self._prepared: dict[tuple[Any, ...], Transfer] = {}
 
     def transfer(self, index: int, header: SlotHeader) -> Transfer | None:
@@ -96,13 +157,17 @@ class LandingRing:
             rows = np.array(runs, dtype=np.int64)
             at = start + rows[:, 0]
             reads = Reads(self._source_ptr + at, self.memory.ptr + at, rows[:, 1])
-            self._prepared[key] = self._agent.prepare(reads, "cpu", "cpu")
+            self._prepared[key] = self._agent.prepare(
+                reads, self._source_device, self.options.device
+            )
         return self._prepared[key]
 
     def close(self) -> None:
         """After the agent: nothing may land any more."""
         self._pin.release()
         self.memory.close()
+        if self._kept is not None:
+            self._kept.close()
 
 
 def _filled(header: SlotHeader) -> tuple[tuple[int, int], ...]:
@@ -123,7 +188,7 @@ class Landing:
         self._lost = lost
         self._arrived: queue.SimpleQueue[Frame | WeightSyncError] = queue.SimpleQueue()
         self._pending: deque[dict[str, Any]] = deque()
-        self._ring: LandingRing | None = None
+        self._ring: Ring | None = None
         self._stop = CancelToken()
         self._pause = CancelToken()
         self._is_quiet = threading.Event()
@@ -183,7 +248,7 @@ class Landing:
 
     # -- the ring -------------------------------------------------------------------------------
 
-    def land_in(self, ring: LandingRing) -> None:
+    def land_in(self, ring: Ring) -> None:
         """From here on slots are read into this ring."""
         self._ring = ring
 
@@ -238,7 +303,7 @@ class Landing:
                     self._pending.clear()  # all of an older generation: nobody will look at them
                 self._arrived.put((message, fds))
 
-    def _land(self, ring: LandingRing) -> None:
+    def _land(self, ring: Ring) -> None:
         message = self._pending[0]
         self._is_quiet.clear()
         try:

@@ -64,9 +64,14 @@ def _bounds(rows: Table, ptr_column: int, strides: slice, run_bytes: Int64Array)
     return np.stack((low, high), axis=1)
 
 
+def source_bounds(rows: Table) -> Int64Array:
+    """First and past-the-last source address that each row touches, int64[n, 2]."""
+    return _bounds(rows, 0, _SOURCE_STRIDES, rows[:, 2])
+
+
 def check_sources(rows: Table, spans: Sequence[tuple[int, int]]) -> None:
     """Every source byte must lie within (ptr, num_bytes) ``spans``."""
-    _check_within(_bounds(rows, 0, _SOURCE_STRIDES, rows[:, 2]), spans, "source", "published")
+    _check_within(source_bounds(rows), spans, "source", "published")
 
 
 def check_targets(rows: Table, spans: Sequence[tuple[int, int]]) -> None:

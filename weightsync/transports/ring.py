@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from weightsync.deadline import Deadline
+from weightsync.device_tables import Memory, Pin
 from weightsync.errors import ConfigError, ProtocolError
 from weightsync.faults import reach
-from weightsync.memory import PAGE_BYTES, HostMemory
+from weightsync.memory import PAGE_BYTES
 from weightsync.transports.base import RingOptions, Slot, SlotHeader, StreamSource, StreamTarget
 from weightsync.transports.link import Inbox, check_fields
 
@@ -47,13 +48,13 @@ class _Held:
     """A slot in somebody's hands; the pin keeps its memory mapped even if the endpoint closes."""
 
     slot: Slot
-    pin: memoryview
+    pin: Pin
 
 
 class _Slots:
     """The slots of a ring as addresses of this process."""
 
-    def __init__(self, memory: HostMemory, options: RingOptions) -> None:
+    def __init__(self, memory: Memory, options: RingOptions) -> None:
         self._memory = memory
         self._options = options
 
@@ -74,7 +75,7 @@ class _Slots:
 class RingSource(StreamSource):
     """The filling end."""
 
-    def __init__(self, inbox: Inbox, memory: HostMemory, options: RingOptions) -> None:
+    def __init__(self, inbox: Inbox, memory: Memory, options: RingOptions) -> None:
         self._inbox = inbox
         self._slots = _Slots(memory, options)
         self._generation = 0
@@ -163,7 +164,7 @@ class RingSource(StreamSource):
 class RingTarget(StreamTarget):
     """The emptying end."""
 
-    def __init__(self, inbox: Inbox, memory: HostMemory, options: RingOptions) -> None:
+    def __init__(self, inbox: Inbox, memory: Memory, options: RingOptions) -> None:
         self._inbox = inbox
         self._slots = _Slots(memory, options)
         self._generation = 0

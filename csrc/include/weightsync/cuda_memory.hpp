@@ -37,6 +37,8 @@ void cuda_free(std::uint64_t ptr, int device);
 // Bytes that are free on the device now.
 std::uint64_t cuda_free_bytes(int device);
 
+// The device that is current for this thread, as frameworks set it.
+int cuda_current_device();
 // A device as people know it; asking makes no context.
 struct CudaDeviceInfo {
     std::string name;

@@ -1,0 +1,99 @@
+"""A CUDA device made of host memory: every table, handle and mapping works, and nothing is fast.
+
+What runs on it is the code of the transports, not CUDA's: pointers are of this process, kernels are the
+CPU's segment copy, and a handle is mapped at the address it names. It counts what is allocated and
+mapped, so that a test sees what is left behind.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from weightsync import native
+from weightsync.memory import HostMemory
+from weightsync.transports.cuda_allocations import Sharing
+
+UUID = b"fake device here"
+
+
+class FakeTable:
+    """A segment table that is copied when it is launched."""
+
+    def __init__(self, rows: npt.NDArray[np.int64], device: int) -> None:
+        self._rows: npt.NDArray[np.int64] | None = rows.copy()
+        self.num_bytes = int(np.prod(rows[:, [2, 4, 7, 10]], axis=1).sum())
+
+    def launch(self, stream: int = 0, source_base: int = 0, target_base: int = 0) -> None:
+        if self._rows is None:
+            raise ValueError("this SegmentTableCuda is closed")
+        rows = self._rows.copy()
+        rows[:, 0] += source_base
+        rows[:, 1] += target_base
+        native.copy_segments(rows)
+
+    def close(self) -> None:
+        self._rows = None
+
+
+class FakeDevice:
+    """``cuda:0`` of this process while a test runs."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.allocated: dict[int, tuple[HostMemory, int]] = {}
+        self.mapped: dict[int, int] = {}  # base -> how often
+        self._ids = itertools.count(1)
+        monkeypatch.setattr(native, "has_cuda", lambda: True)
+        monkeypatch.setattr(native, "SegmentTableCuda", FakeTable, raising=False)
+        nothing: Any = lambda *_: None  # noqa: E731
+        for name, function in {
+            "cuda_malloc": self._malloc,
+            "cuda_free": self._free,
+            "cuda_allocation": self._allocation,
+            "cuda_export": lambda base, device: base.to_bytes(8, "little") * 8,
+            "cuda_map": self._map,
+            "cuda_unmap": self._unmap,
+            "cuda_copy": lambda target, source, n, device: native.memcpy_bytes(target, source, n),
+            "cuda_current_device": lambda: 0,
+            "cuda_device_uuid": lambda device: UUID,
+            "cuda_free_bytes": lambda device: 2**40,
+            "cuda_create_stream": lambda device: 1,
+            "cuda_create_event": lambda device: 1,
+            "cuda_elapsed_s": lambda *_: 1e-6,
+            "cuda_wait_stream": nothing,
+            "cuda_destroy_event": nothing,
+            "cuda_record_event": nothing,
+            "cuda_synchronize": nothing,
+        }.items():
+            monkeypatch.setattr(native.extension, name, function)
+
+    def _malloc(self, num_bytes: int, device: int) -> int:
+        memory = HostMemory.anonymous(num_bytes)
+        self.allocated[memory.ptr] = (memory, next(self._ids))
+        return memory.ptr
+
+    def _free(self, ptr: int, device: int) -> None:
+        memory, _ = self.allocated.pop(ptr, (None, 0))  # None: garbage of an earlier test
+        if memory is not None:
+            memory.close()
+
+    def _allocation(self, ptr: int, device: int) -> tuple[int, int, int, int]:
+        for base, (memory, number) in self.allocated.items():
+            if base <= ptr < base + memory.num_bytes:
+                return base, memory.num_bytes, number, Sharing.HANDLE
+        raise native.CudaError("not memory of this device")
+
+    def _map(self, handle: bytes, device: int) -> int:
+        base = int.from_bytes(handle[:8], "little")
+        self._allocation(base, device)
+        self.mapped[base] = self.mapped.get(base, 0) + 1
+        return base
+
+    def _unmap(self, base: int, device: int) -> None:
+        self.mapped[base] -= 1
+        if not self.mapped[base]:
+            del self.mapped[base]
