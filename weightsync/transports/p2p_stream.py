@@ -42,7 +42,7 @@ from weightsync.transports.nixl_agent import Agent
 from weightsync.transports.nixl_binding import Span, Transfer
 from weightsync.transports.nixl_reads import Reads
 from weightsync.transports.p2p_cuda import Key, PeerMemory, export_at, parse_handles
-from weightsync.transports.p2p_direct import unpack_bytes
+from weightsync.transports.p2p_published import unpack_bytes
 from weightsync.transports.ring import ring_bytes, stride_bytes
 
 RING_KIND: Final = "ring"
