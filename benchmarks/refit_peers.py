@@ -42,7 +42,7 @@ import torch.distributed as dist
 
 from engine_adapter.tensors import TensorEngine
 from weightsync import native
-from weightsync.cli.bench_run import versions
+from weightsync.cli.versions import versions
 from weightsync.digest import digest_tensors
 from weightsync.memory import HostMemory
 from weightsync.presets import get_preset

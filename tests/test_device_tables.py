@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
-from engine_adapter.tensors import TensorEngine
+from engine_adapter.tensors import TensorEngine, _check_slot
 from weightsync import native
 from weightsync.device_tables import (
     bytes_at,
@@ -16,10 +18,13 @@ from weightsync.device_tables import (
     segment_copy,
     synchronize,
 )
+from weightsync.digest import DigestTable, part_of
 from weightsync.errors import CapacityError, ConfigError, UnavailableError
 from weightsync.layout import Layout, PlacedBox, Region, TensorLayout
 from weightsync.plan import make_plan
 from weightsync.tables import digest_rows, segment_rows, table
+from weightsync.tensors import TensorView
+from weightsync.transports.ipc_cuda import CudaSource
 from weightsync.types import (
     Availability,
     Box,
@@ -53,6 +58,40 @@ def test_a_build_without_cuda_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ConfigError, match=r"built without CUDA.*docs/cuda\.md.*WEIGHTSYNC_CUDA=ON"):
         cuda_index("cuda:0")
     synchronize("cpu")
+
+
+def cuda_view() -> TensorView:
+    return TensorView(4096, "uint8", (8,), (1,), "cuda:0", 4096, 8, None)
+
+
+#: Every way by which CUDA tensors come in, of a trainer and of an engine.
+DOORS: dict[str, Callable[[], object]] = {
+    "a slot of an engine": lambda: _check_slot("w", cuda_view()),
+    "regions that a trainer publishes": lambda: CudaSource().describe([REGION]),
+    "digests of what is sent": lambda: DigestTable([part_of(META, cuda_view())], "cuda:0"),
+    "staging memory": lambda: private_memory(8, "cuda:0"),
+    "a device to wait for": lambda: synchronize("cuda:0"),
+}
+META = TensorMeta("w", "uint8", (8,))
+REGION = RegionAddress(0, 4096, 8, "cuda:0")
+
+
+@pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
+@pytest.mark.parametrize(
+    ("reason", "remedy"),
+    [
+        ("built without CUDA", r"pip install \. -C cmake\.define\.WEIGHTSYNC_CUDA=ON"),
+        ("no driver", "install NVIDIA's driver"),
+        ("no device", "CUDA_VISIBLE_DEVICES"),
+    ],
+)
+def test_a_cuda_tensor_without_cuda_says_how_to_get_it(
+    monkeypatch: pytest.MonkeyPatch, door: Callable[[], object], reason: str, remedy: str
+) -> None:
+    monkeypatch.setattr(native, "has_cuda", lambda: False)
+    monkeypatch.setattr(native, "cuda_unavailable_reason", lambda: reason)
+    with pytest.raises(ConfigError, match=f"{reason}; .*{remedy}"):
+        door()
 
 
 DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from weightsync.watch import Look, ModuleWatch, where
+from weightsync import watch
+from weightsync.watch import Look, ModuleWatch, laziness, where
 
 torch = pytest.importorskip("torch")
 
@@ -112,13 +113,29 @@ def test_the_same_views_of_the_same_memory_are_equal() -> None:
     a, b = torch.zeros(2, 2), torch.zeros(4, dtype=torch.complex64)
     seen = where([a, b])
     assert where([a.detach(), b[:]]) == seen
-    for others in (
-        [b, a],
-        [a],
-        [a.t(), b],
-        [a.view(4), b],
-        [a.view(torch.int32), b],
-        [a, b.conj()],
-    ):
+    for others in ([b, a], [a], [a.t(), b], [a.view(4), b], [a.view(torch.int32), b]):
         assert where(others) != seen
-    assert where([b.conj().imag]) != where([b.imag])
+    assert laziness([a, b]) == laziness([b, a])
+    assert laziness([b.conj().imag]) != laziness([b.imag])
+    assert laziness([b.conj()]) != laziness([b])
+
+
+def test_both_ways_of_asking_see_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    a = torch.zeros(4, 4)
+    tensors = [
+        a, a.t(), a[1:], a.view(16), a[:, :2], a.view(torch.int32), torch.zeros(0), a.sum(),
+        torch.nn.Parameter(a), a.expand(3, 4, 4), a.clone(), a.to(torch.bfloat16),
+        a.to(torch.float8_e4m3fn), a.to(torch.complex64),
+    ]  # fmt: skip
+
+    def equals() -> list[list[bool]]:
+        states = [where([t]) for t in tensors]
+        return [[left == right for right in states] for left in states]
+
+    def refuse(*_: object) -> bytes:
+        raise BufferError
+
+    found = equals()
+    monkeypatch.setattr(watch, "tensor_state", refuse)
+    assert equals() == found
+    assert sum(map(sum, found)) == len(tensors) + 2  # the parameter is the first one's memory

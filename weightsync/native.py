@@ -48,6 +48,8 @@ __all__ = [
     "memcpy_bytes",
     "prefault",
     "read_process_segments",
+    "same_objects",
+    "tensor_state",
 ]
 
 Int64Array = npt.NDArray[np.int64]
@@ -105,6 +107,20 @@ if _built_columns != (len(SEGMENT_COLUMNS), len(DIGEST_COLUMNS)):
         "weightsync._native was built from other sources than weightsync/native.py; "
         "rebuild it with: pip install ."
     )
+
+
+def same_objects(left: list[Any], right: list[Any]) -> bool:
+    """Whether two lists hold the very same objects in the same order; none of them is called."""
+    return _native.same_objects(left, right)
+
+
+def tensor_state(exchange: object, tensors: list[Any]) -> bytes:
+    """Pointer, device, dtype, shape and strides of every tensor, as bytes that are equal if all are.
+
+    ``exchange`` is the DLPack C exchange API of the framework whose tensors these are, a capsule.
+    Raises ``BufferError``, or what the framework raises, for a tensor that it cannot describe.
+    """
+    return _native.tensor_state(exchange, tensors)
 
 
 class CancelFlag:

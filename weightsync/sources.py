@@ -13,7 +13,7 @@ from weightsync.errors import ConfigError
 from weightsync.naming import Rule, RuledTensors, apply_rules, module_tensors, rules_for
 from weightsync.tensors import LocalTensors, local_tensors, view_of
 from weightsync.types import CastPolicy, parse_bytes
-from weightsync.watch import Look, ModuleWatch, where
+from weightsync.watch import Look, ModuleWatch, laziness, where
 
 #: On a CPU a slot of this size costs little beside its bytes, and two of them fit anywhere.
 _AUTO_BUCKET_BYTES = 64 * 2**20
@@ -62,27 +62,27 @@ class NamedSource:
     def __init__(self, rules: Sequence[Rule], cast: CastPolicy) -> None:
         self._rules, self._cast = rules, cast
         self._names: list[str] = []
-        self._where: list[list[Any]] = []
+        self._seen: object = None
         self._kept: tuple[LocalTensors, Mapping[str, str]] | None = None
 
     def collect(self, listed: Sequence[tuple[str, Any]]) -> tuple[LocalTensors, Mapping[str, str]]:
         """The tensors after the rules, and what the rules dropped. The caller keeps the tensors."""
         names, tensors = [name for name, _ in listed], [tensor for _, tensor in listed]
-        seen = where(tensors) if _are_plain(tensors) else None
-        is_same = seen is not None and (names, seen) == (self._names, self._where)
+        seen = (where(tensors), laziness(tensors)) if _are_plain(tensors) else None
+        is_same = seen is not None and (names, seen) == (self._names, self._seen)
         if self._kept is not None and is_same:
             return self._kept
         self._kept = None
         ruled = apply_rules(listed, self._rules)
         found = (local_tensors(ruled.named, cast=self._cast), ruled.dropped)
         if seen is not None and not any(map(_is_lazy, tensors)):
-            self._names, self._where = names, seen
+            self._names, self._seen = names, seen
             self._kept = (replace(found[0], views={}), found[1])
         return found
 
     def forget(self) -> None:
         """Keep nothing of the last source."""
-        self._kept, self._names, self._where = None, [], []
+        self._kept, self._names, self._seen = None, [], None
 
 
 def _are_plain(tensors: Sequence[Any]) -> bool:

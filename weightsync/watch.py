@@ -7,10 +7,13 @@ are put to all of them at once: no line of Python runs for each.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from enum import Enum
 from itertools import chain
-from operator import attrgetter, getitem, is_, methodcaller
+from operator import attrgetter, methodcaller
 from typing import Any
+
+from weightsync.native import same_objects, tensor_state
 
 
 class Look(Enum):
@@ -21,16 +24,25 @@ class Look(Enum):
 
 
 _ASKED = (
-    methodcaller("data_ptr"), attrgetter("shape"), methodcaller("stride"), attrgetter("dtype"),
-    methodcaller("storage_offset"), methodcaller("is_conj"), methodcaller("is_neg"),
+    methodcaller("data_ptr"), attrgetter("device"), attrgetter("dtype"), attrgetter("shape"),
+    methodcaller("stride"),
 )  # fmt: skip
+_LAZY = (methodcaller("is_conj"), methodcaller("is_neg"))
 
 
-def where(tensors: Iterable[Any]) -> list[list[Any]]:
-    """Where torch tensors lie and how they are looked at: equal for the same views of the same
-    memory."""
+def where(tensors: Sequence[Any]) -> object:
+    """Where torch tensors lie, and as what dtype, shape and strides: equal if all of these are."""
     listed = list(tensors)
+    exchange = getattr(type(listed[0]), "__dlpack_c_exchange_api__", None) if listed else None
+    if exchange is not None:
+        with suppress(BufferError, RuntimeError, TypeError):  # some tensor has no word in DLPack
+            return tensor_state(exchange, listed)
     return [list(map(ask, listed)) for ask in _ASKED]
+
+
+def laziness(tensors: Sequence[Any]) -> object:
+    """Which of them are conjugates or negatives that nobody has computed yet."""
+    return [list(map(ask, tensors)) for ask in _LAZY]
 
 
 class ModuleWatch:
@@ -44,7 +56,6 @@ class ModuleWatch:
         self._empty = [h for m in modules for h in (m._modules, m._parameters, m._buffers) if not h]
         self._submodules = list(self._listed(self._children))
         self._keys = list(chain.from_iterable(self._held))
-        self._owners = [h for h in self._held for _ in h]
         self._objects = list(self._listed(self._held))
         self._tensors = [t for t in self._objects if t is not None]
         self._where = where(self._tensors)
@@ -55,16 +66,12 @@ class ModuleWatch:
 
     def has_changed(self, look: Look) -> bool:
         """Whether anything was replaced, added or removed, or (everything) has moved."""
-        if any(self._empty) or sum(map(len, self._held)) != len(self._objects):
-            return True
-        submodules = list(self._listed(self._children))
-        if len(submodules) != len(self._submodules):
-            return True
-        try:
-            now = map(getitem, self._owners, self._keys)
-            is_same = all(map(is_, now, self._objects))
-        except KeyError:
-            return True
-        if not is_same or not all(map(is_, submodules, self._submodules)):
+        is_same = (
+            not any(self._empty)
+            and same_objects(list(self._listed(self._children)), self._submodules)
+            and same_objects(list(self._listed(self._held)), self._objects)
+            and list(chain.from_iterable(self._held)) == self._keys
+        )
+        if not is_same:
             return True
         return look is Look.EVERYTHING and where(self._tensors) != self._where

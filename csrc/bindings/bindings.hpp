@@ -15,6 +15,7 @@ void bind_segments(pybind11::module_& module);
 void bind_digest(pybind11::module_& module);
 void bind_process_read(pybind11::module_& module);
 void bind_memory(pybind11::module_& module);
+void bind_objects(pybind11::module_& module);
 void bind_cuda(pybind11::module_& module);
 void bind_cuda_memory(pybind11::module_& module);
 

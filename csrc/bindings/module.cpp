@@ -20,6 +20,7 @@ PYBIND11_MODULE(_native, module) {
     weightsync::bindings::bind_digest(module);
     weightsync::bindings::bind_process_read(module);
     weightsync::bindings::bind_memory(module);
+    weightsync::bindings::bind_objects(module);
     weightsync::bindings::bind_cuda(module);
     weightsync::bindings::bind_cuda_memory(module);
 }

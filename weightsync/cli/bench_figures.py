@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import platform
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from weightsync import __version__
 from weightsync.cli.bench import BenchSettings
 from weightsync.cli.bench_fit import Sample, fit
 from weightsync.cli.bench_model import ModelChoice
+from weightsync.cli.versions import versions
 from weightsync.types import Placement
 
 #: Names of the phases of a refit, by the names in an engine's report whose seconds add up to them.
@@ -130,29 +128,3 @@ def _percentile(values: Sequence[float], part: float) -> float:
     """Nearest rank."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(part * len(ordered)))]
-
-
-def versions() -> dict[str, str]:
-    """What ran, for whoever reads the figures later."""
-    from importlib import metadata
-
-    found = {"weightsync": __version__, "python": sys.version.split()[0]}
-    for package in ("torch", "numpy", "transformers", "nixl-cu13", "nixl-cu12"):
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    found["platform"] = platform.platform()
-    found["processor"] = _processor()
-    return found
-
-
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                if line.startswith("model name"):
-                    return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.machine()

@@ -11,12 +11,19 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "doctor", help="say what works on this machine, what not, and what to do about it"
     )
+    parser.add_argument(
+        "--device",
+        metavar="cpu|cuda",
+        help="try transports on this device only (default: the host, and the first GPU if there is one)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(run=_run)
 
 
 def _run(args: argparse.Namespace) -> int:
+    from weightsync.cli.bench_cuda import check_device
     from weightsync.cli.doctor_checks import run_doctor
 
     is_json: bool = args.json
-    return run_doctor(is_json=is_json)
+    device = None if args.device is None else check_device(args.device)
+    return run_doctor(device=device, is_json=is_json)

@@ -6,72 +6,51 @@ import json
 import os
 import resource
 import shutil
-import time
-from dataclasses import asdict, dataclass
-from enum import StrEnum
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from weightsync import native
-from weightsync.cli.bench_figures import versions
-from weightsync.cli.doctor_peer import PeerProcess
-from weightsync.deadline import Deadline
-from weightsync.errors import WeightSyncError
-from weightsync.memory import HostMemory, available_bytes
+from weightsync.cli.doctor_findings import Finding, Verdict
+from weightsync.cli.doctor_transports import devices_here, transport_findings
+from weightsync.cli.versions import gpu, network_cards, ucx_version, versions
+from weightsync.device_tables import cuda_remedy
+from weightsync.memory import available_bytes
 from weightsync.packages import is_installed
-from weightsync.tables import segment_rows, table
-from weightsync.transports import get_transport, transport_names
-from weightsync.transports.base import TargetEndpoint
-from weightsync.types import Contract, RegionAddress, format_bytes
+from weightsync.types import format_bytes
 
-_PROBE_BYTES = 64 * 2**20
-_PROBE_LIMIT_S = 20.0
 _SMALL_SHM_BYTES = 256 * 2**20
 
 
-class Verdict(StrEnum):
-    """How a check came out."""
-
-    OK = "ok"
-    SLOW = "slow"
-    NO = "no"
-    INFO = "info"
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of the doctor."""
-
-    what: str
-    verdict: Verdict
-    detail: str
-    remedy: str = ""
-
-
-def run_doctor(*, is_json: bool) -> int:
+def run_doctor(*, device: str | None, is_json: bool) -> int:
     """Check, print; the exit status is 1 when no transport between processes works at all."""
-    findings = [*machine_findings(), *package_findings()]
+    about = [*machine_findings(), *package_findings()]
+    if not is_json:
+        _print_versions()
+        _print(about)
     transports: list[Finding] = []
-    for name in transport_names():
-        transports += transport_findings(name)
-    findings += transports
+    for name in devices_here(device):
+        found = transport_findings(name)
+        if not is_json:
+            _print(found)
+        transports += found
     if is_json:
-        rows = [{**asdict(f), "verdict": f.verdict.value} for f in findings]
+        rows = [{**asdict(f), "verdict": f.verdict.value} for f in (*about, *transports)]
         print(json.dumps({"findings": rows, "versions": versions()}, indent=1))
-    else:
-        _print(findings)
     between = [f for f in transports if not f.what.startswith("loopback")]
-    return 0 if any(f.verdict is not Verdict.NO for f in between) else 1
+    return 0 if any(f.verdict in (Verdict.OK, Verdict.SLOW) for f in between) else 1
 
 
-def _print(findings: list[Finding]) -> None:
+def _print_versions() -> None:
     for name, version in versions().items():
         print(f"{name:<14}{version}")
     print()
+
+
+def _print(findings: list[Finding]) -> None:
     for f in findings:
         print(f"[{f.verdict.value:>4}] {f.what:<26}{f.detail}")
         if f.remedy:
-            print(f"{'':33}-> {f.remedy}")
+            print(f"{'':33}-> {f.remedy}", flush=True)
 
 
 # --- machine --------------------------------------------------------------------------------------
@@ -87,7 +66,8 @@ def machine_findings() -> list[Finding]:
         _shared_memory(),
         _locked_memory(),
         _trace_scope(),
-        _gpu(),
+        _network(),
+        *_gpus(),
     ]
 
 
@@ -132,10 +112,24 @@ def _trace_scope() -> Finding:
     return Finding("ptrace scope", verdict, f"{scope} (1 is cured by the trainer itself)", remedy)
 
 
-def _gpu() -> Finding:
-    if native.has_cuda():
-        return Finding("gpu", Verdict.INFO, "CUDA build")
-    return Finding("gpu", Verdict.INFO, f"CPU memory only: {native.cuda_unavailable_reason()}")
+def _network() -> Finding:
+    cards = network_cards()
+    if not cards:
+        return Finding("network", Verdict.INFO, "no interface but loopback")
+    has_rdma = any("(" in card for card in cards)
+    note = "" if has_rdma else " (no RDMA card: p2p between machines goes over TCP)"
+    return Finding("network", Verdict.INFO, f"{', '.join(cards)}{note}")
+
+
+def _gpus() -> list[Finding]:
+    if not native.has_cuda():
+        reason = native.cuda_unavailable_reason()
+        return [Finding("gpu", Verdict.INFO, f"CPU memory only: {reason}", cuda_remedy())]
+    found = []
+    for index in range(native.extension.cuda_num_devices()):
+        uuid = native.extension.cuda_device_uuid(index).hex()
+        found.append(Finding(f"gpu {index}", Verdict.OK, f"{gpu(index)}, UUID {uuid}"))
+    return found
 
 
 def package_findings() -> list[Finding]:
@@ -152,64 +146,22 @@ def package_findings() -> list[Finding]:
             found.append(Finding(package, Verdict.INFO, f"not installed ({use})", remedy))
         else:
             found.append(Finding(package, Verdict.OK, use))
-    return found
+    if (ucx := ucx_version()) is not None:
+        found.append(Finding("ucx", Verdict.OK, f"{ucx}, with NIXL"))
+    return [*found, *_torch_cuda()]
 
 
-# --- transports -----------------------------------------------------------------------------------
+def _torch_cuda() -> list[Finding]:
+    """Whether torch's own CUDA goes with this machine; asked only where there is a GPU."""
+    if not native.has_cuda() or not is_installed("torch"):
+        return []
+    import torch
 
-
-def transport_findings(name: str) -> list[Finding]:
-    """Each contract of a transport; between two real processes where it crosses them."""
-    try:
-        capabilities = get_transport(name).capabilities()
-    except WeightSyncError as error:
-        return [Finding(name, Verdict.NO, str(error))]
-    found = []
-    for contract, have in capabilities.contracts.items():
-        what = f"{name} {contract.value}"
-        if not have.is_usable:
-            found.append(Finding(what, Verdict.NO, have.reason, have.remedy))
-        elif name == "loopback":
-            found.append(Finding(what, Verdict.OK, "within one process"))
-        elif contract is Contract.DIRECT:
-            found.append(_measured(name, what))
-        else:
-            found.append(Finding(what, Verdict.OK, have.reason or "a ring of slots"))
-    return found
-
-
-def _measured(name: str, what: str) -> Finding:
-    """Read from a child process and time it."""
-    try:
-        with PeerProcess(name, _PROBE_BYTES) as peer:
-            deadline = Deadline(_PROBE_LIMIT_S, peer="the doctor's peer", stage="probe")
-            endpoint = get_transport(name).open_target(peer.descriptor, deadline)
-            with endpoint:
-                publication = peer.publication(deadline)
-                probe = endpoint.probe_direct(deadline)
-                if not probe.is_usable:
-                    return Finding(what, Verdict.NO, probe.reason, probe.remedy)
-                rate, path = _read_rate(endpoint, publication, deadline), endpoint.path
-    except WeightSyncError as error:
-        return Finding(what, Verdict.NO, str(error))
-    verdict = Verdict.SLOW if probe.is_slow else Verdict.OK
-    reason = f"; {probe.reason}" if probe.is_slow else ""
-    return Finding(what, verdict, f"{rate:.2f} GB/s by {path}{reason}", probe.remedy)
-
-
-def _read_rate(endpoint: TargetEndpoint, publication: dict[str, Any], deadline: Deadline) -> float:
-    with HostMemory.anonymous(_PROBE_BYTES) as memory:
-        native.prefault(memory.ptr, memory.num_bytes)
-        direct = endpoint.direct()
-        local = [RegionAddress(0, memory.ptr, memory.num_bytes)]
-        address = direct.open(publication, local, deadline)[0]
-        rows = segment_rows(
-            (_PROBE_BYTES,), source=(address, (1,), 1), target=(memory.ptr, (1,), 1)
-        )
-        prepared = direct.prepare(table(rows, 13))
-        best_s = float("inf")
-        for _ in range(4):
-            start_s = time.perf_counter()
-            direct.read(prepared, deadline)
-            best_s = min(best_s, time.perf_counter() - start_s)
-    return _PROBE_BYTES / best_s / 1e9
+    if torch.version.cuda is None:
+        return [
+            Finding(
+                "torch's CUDA", Verdict.NO, "this torch was built for the CPU",
+                "install a torch wheel with CUDA to hold models on the GPU",
+            )
+        ]  # fmt: skip
+    return [Finding("torch's CUDA", Verdict.OK, torch.version.cuda)]

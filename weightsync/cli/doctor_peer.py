@@ -1,7 +1,7 @@
-"""A child process that publishes memory, for ``doctor`` to read.
+"""A child process that serves an engine of one tensor, for ``doctor`` to update.
 
-As a program (``python -m weightsync.cli.doctor_peer TRANSPORT BYTES``) it prints its descriptor, then its
-publication, one JSON line each, and ends when its standard input does.
+As a program (``python -m weightsync.cli.doctor_peer DEVICE BYTES``) it prints its address, one JSON line,
+and ends when its standard input does.
 """
 
 from __future__ import annotations
@@ -13,35 +13,33 @@ import sys
 from typing import Any
 
 from weightsync.deadline import Deadline
-from weightsync.errors import PeerLostError
-from weightsync.types import RegionAddress
+from weightsync.device_tables import CPU
+from weightsync.errors import ConfigError, PeerLostError, WeightSyncError
 
-_LIMIT_S = 20.0
+NAME = "weight"
 
 
 class PeerProcess:
     """The child, as the doctor sees it; gone at the end of ``with``."""
 
-    def __init__(self, transport: str, num_bytes: int) -> None:
-        command = [sys.executable, "-m", "weightsync.cli.doctor_peer", transport, str(num_bytes)]
+    def __init__(self, device: str, num_bytes: int, limit_s: float) -> None:
+        command = [sys.executable, "-m", "weightsync.cli.doctor_peer", device, str(num_bytes)]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
         )
-        self.descriptor: dict[str, Any] = {}
+        self._limit_s = limit_s
+        self.url = ""
 
     def __enter__(self) -> PeerProcess:
         try:
-            self.descriptor = self._line(
-                Deadline(_LIMIT_S, peer="the doctor's peer", stage="start")
-            )
+            answer = self._line(Deadline(self._limit_s, peer="the doctor's peer", stage="start"))
+            if "error" in answer:
+                raise ConfigError(answer["error"])
+            self.url = answer["url"]
         except BaseException:
             self.__exit__()
             raise
         return self
-
-    def publication(self, deadline: Deadline) -> dict[str, Any]:
-        """What it published, once it saw us attach."""
-        return self._line(deadline)
 
     def _line(self, deadline: Deadline) -> dict[str, Any]:
         stdout = self._process.stdout
@@ -51,7 +49,7 @@ class PeerProcess:
             deadline.check()
         line = stdout.readline()
         if not line:
-            raise PeerLostError("the doctor's peer ended; this transport cannot be opened here")
+            raise PeerLostError("the doctor's peer ended; an engine cannot be started here")
         found: dict[str, Any] = json.loads(line)
         return found
 
@@ -60,21 +58,38 @@ class PeerProcess:
         self._process.communicate()
 
 
-def main(argv: list[str]) -> int:
-    """Publish, and stay until the parent closes our input."""
-    from weightsync import native
-    from weightsync.memory import HostMemory
-    from weightsync.transports import get_transport
+def make_tensor(device: str, num_bytes: int, seed: int | None) -> Any:
+    """``num_bytes`` bytes on a device: random ones, or zeros without a seed."""
+    if device == CPU:
+        import numpy as np
 
-    name, size = argv[0], int(argv[1])
-    memory = HostMemory.anonymous(size)
-    native.prefault(memory.ptr, size)
-    deadline = Deadline(_LIMIT_S, peer="the doctor", stage="attach")
-    with get_transport(name).open_source() as endpoint:
-        print(json.dumps(dict(endpoint.descriptor())), flush=True)
-        endpoint.accept(deadline)
-        publication = endpoint.direct().publish([RegionAddress(0, memory.ptr, size)])
-        print(json.dumps(dict(publication)), flush=True)
+        if seed is None:
+            return np.zeros(num_bytes, dtype=np.uint8)
+        return np.random.default_rng(seed).integers(0, 256, num_bytes, dtype=np.uint8)
+    import torch
+
+    if seed is None:
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    generator = torch.Generator(device).manual_seed(seed)
+    return torch.randint(
+        0, 256, (num_bytes,), dtype=torch.uint8, device=device, generator=generator
+    )
+
+
+def main(argv: list[str]) -> int:
+    """Serve, until the parent closes our input."""
+    from engine_adapter.tensors import TensorEngine
+    from weightsync.receiver import Receiver
+
+    device, size = argv[0], int(argv[1])
+    try:
+        receiver = Receiver(TensorEngine([(NAME, make_tensor(device, size, seed=None))]))
+        receiver.start()
+    except (WeightSyncError, RuntimeError) as error:  # of torch: no room on the device, say
+        print(json.dumps({"error": str(error)}), flush=True)
+        return 1
+    with receiver:
+        print(json.dumps({"url": receiver.url}), flush=True)
         sys.stdin.read()
     return 0
 
