@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
 
 from weightsync.deadline import Deadline
-from weightsync.device_tables import CPU, CudaCopy, device_of, synchronize
+from weightsync.device_tables import CPU, copy_with_digests, device_of, synchronize
 from weightsync.errors import ConfigError, TransportError, UnavailableError
 from weightsync.faults import reach
 from weightsync.tables import DigestRows
@@ -24,7 +24,7 @@ from weightsync.transports.p2p_device_read import DeviceRead, LandingChunks, lim
 from weightsync.transports.p2p_published import Published, pack
 from weightsync.transports.p2p_registrations import Registrations, check_regions
 from weightsync.transports.p2p_windows import ReadCosts, plan_pieces
-from weightsync.transports.published import EpochBoard
+from weightsync.transports.published import DeviceCopied, EpochBoard
 from weightsync.transports.reads import (
     check_sources,
     check_targets,
@@ -114,7 +114,7 @@ class _Opened:
 @dataclass(frozen=True, slots=True)
 class _State:
     opened: _Opened
-    read: Callable[[Deadline], float | None]  # seconds of the device, where its clock tells
+    read: Callable[[Deadline], DeviceCopied | None]  # None: nobody looked at the bytes on the way
     num_reads: int
 
 
@@ -203,6 +203,10 @@ class P2pDirectTarget(DirectTarget):
         self._agent.load_peer(published.metadata, published.spans)
         self._known |= ids
 
+    @property
+    def digests_reads(self) -> bool:
+        return self.is_mapped
+
     def prepare(self, table: Table, digests: DigestRows | None = None) -> PreparedRead:
         opened = self._opened
         if opened is None:
@@ -212,12 +216,15 @@ class P2pDirectTarget(DirectTarget):
         check_sources(rows, [(r.ptr, r.num_bytes) for r in sources])
         check_targets(rows, [(r.ptr, r.num_bytes) for r in targets])
         num_bytes = table_bytes(rows)
-        make = self._host_state
-        if opened.device != CPU:
-            make = self._mapped_state if opened.is_mapped else self._device_state
-        return PreparedRead(rows, num_bytes, make(opened, rows, num_bytes))
+        if opened.is_mapped:
+            state = self._mapped_state(opened, rows, digests)
+        elif opened.device != CPU:
+            state = self._device_state(opened, rows, num_bytes)
+        else:
+            state = self._host_state(opened, rows)
+        return PreparedRead(rows, num_bytes, state)
 
-    def _host_state(self, opened: _Opened, rows: Table, num_bytes: int) -> _State:
+    def _host_state(self, opened: _Opened, rows: Table) -> _State:
         reads = reads_of(rows)
         if not len(reads):
             return _State(opened, lambda deadline: None, 0)
@@ -227,25 +234,27 @@ class P2pDirectTarget(DirectTarget):
         )
         return _State(opened, run, len(transfer.reads))
 
-    def _mapped_state(self, opened: _Opened, rows: Table, num_bytes: int) -> _State:
+    def _mapped_state(self, opened: _Opened, rows: Table, digests: DigestRows | None) -> _State:
         """One launch out of the trainer's memory, by our addresses of it."""
         kept, published = self._kept, opened.published
         if kept is None:
             raise ConfigError("nothing was mapped to read from")
         starts = np.array([span.ptr for span in published.spans], dtype=np.int64)
         shift = np.array([kept.address_of(key) for key in published.keys], dtype=np.int64) - starts
-        rows = rows.copy()
-        if len(rows):
-            order = np.argsort(starts)
-            at = np.searchsorted(starts[order], rows[:, 0], side="right") - 1
-            rows[:, 0] += shift[order][at]
-        copy = CudaCopy(rows, opened.device)
+        order = np.argsort(starts)
 
-        def run(deadline: Deadline) -> float:
-            kept.run(copy)
-            return copy.device_s
+        def moved(table: Table) -> Table:
+            """The same rows, read where the trainer's memory is mapped."""
+            table = table.copy()
+            if len(table):
+                at = np.searchsorted(starts[order], table[:, 0], side="right") - 1
+                table[:, 0] += shift[order][at]
+            return table
 
-        return _State(opened, run, 1)
+        if digests is not None:
+            digests = replace(digests, rows=moved(digests.rows))
+        copy = copy_with_digests(moved(rows), digests, opened.device)
+        return _State(opened, lambda deadline: kept.run(copy), 1)
 
     def _device_state(self, opened: _Opened, rows: Table, num_bytes: int) -> _State:
         published = opened.published
@@ -301,7 +310,9 @@ class P2pDirectTarget(DirectTarget):
             self._let_go()
             raise
         deadline.check()
-        prepared.device_s = state.read(deadline)
+        copied = state.read(deadline)
+        if copied is not None:
+            prepared.device_s, prepared.digests = copied.device_s, copied.digests
         self._board.refresh()
         self._board.check(epoch)  # withdrawn meanwhile: what was read may be torn
         self._inbox.check()  # the number of a process that ended may belong to another by now
