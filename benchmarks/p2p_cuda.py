@@ -11,6 +11,9 @@ tensor.
     stream            ours, within one machine: slots packed by the trainer, unpacked where they are
     stream, nixl      ours, as between machines: slots packed, read, and unpacked
 
+Settings of UCX are of a process, so that raw NIXL has ours too; UCX_CUDA_IPC_CACHE=y in the environment
+gives all candidates UCX's own cache of mappings, which it never lets go of.
+
     python benchmarks/p2p_cuda.py [--tiny] [--model NAME ...] [--rounds N] [--bucket SIZE] [--json FILE]
 """
 
@@ -19,6 +22,7 @@ from __future__ import annotations
 import argparse
 import base64
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -419,7 +423,9 @@ def main() -> None:
         return
     if args.tiny:
         args.model, args.rounds = ["tiny"], 2
-    print(f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}, {load_nixl().__name__}")
+    versions = f"torch {torch.__version__}, {load_nixl().__name__}"
+    ucx = " ".join(f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith("UCX_"))
+    print(f"{torch.cuda.get_device_name(0)}, {versions}; {ucx}")
     found = [run_model(model, args) for model in args.model]
     if args.json is not None:
         args.json.write_text(json.dumps(found, indent=1) + "\n")

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import copy
 import queue
 import threading
 from collections import deque
@@ -255,7 +256,7 @@ class Landing:
     def _take(self, item: Frame | WeightSyncError) -> Frame:
         if isinstance(item, WeightSyncError):
             self._arrived.put(item)  # for the next caller
-            raise item
+            raise copy.copy(item)  # whose traceback would hold the ring of every caller before
         return item
 
     def _hold(self) -> None:
