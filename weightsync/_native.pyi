@@ -5,6 +5,7 @@ from typing import Any, TypedDict, type_check_only
 
 NUM_SEGMENT_COLUMNS: int
 NUM_DIGEST_COLUMNS: int
+ATTENTION_CHUNK: int
 
 @type_check_only
 class BuildInfo(TypedDict):
@@ -33,6 +34,28 @@ def memcpy_bytes(target_ptr: int, source_ptr: int, num_bytes: int, num_threads: 
 def tensor_state(exchange: object, tensors: list[Any]) -> bytes: ...
 def same_objects(left: list[Any], right: list[Any]) -> bool: ...
 def prefault(ptr: int, num_bytes: int) -> None: ...
+def attend_paged(
+    dtype: int,
+    scale: float,
+    sizes: Sequence[int],
+    pointers: Sequence[int],
+    num_threads: int,
+) -> None: ...
+def multiply_rows(
+    dtype: int, sizes: Sequence[int], pointers: Sequence[int], num_threads: int
+) -> None: ...
+def sample_tokens(
+    scores_ptr: int,
+    num_rows: int,
+    vocab_size: int,
+    row_stride: int,
+    seeds_ptr: int,
+    positions_ptr: int,
+    noise_scales_ptr: int,
+    tokens_ptr: int,
+    num_threads: int,
+) -> None: ...
+def fill_gumbel_noise(seed: int, position: int, vocab_size: int, noise_ptr: int) -> None: ...
 def has_cuda() -> bool: ...
 def build_info() -> BuildInfo: ...
 

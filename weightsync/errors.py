@@ -27,6 +27,7 @@
     ├── CapacityError                not enough memory or space (also OSError)
     ├── IntegrityError               digests differ
     ├── TaintedError                 the engine refuses to generate until a full update succeeds
+    ├── RequestFailedError           requests of an engine failed; carries all outputs
     └── UpdateFailedError            an update did not commit; carries the report
 
 Errors cross the control wire as ``{"error": code, "message": text}``; :func:`to_wire` and
@@ -156,6 +157,14 @@ class IntegrityError(WeightSyncError):
 
 class TaintedError(WeightSyncError):
     """The engine refuses to generate until a full update succeeds."""
+
+
+class RequestFailedError(WeightSyncError):
+    """Requests of an engine failed, by name; ``outputs`` holds those of all that ran with them."""
+
+    def __init__(self, message: str, outputs: Any = None) -> None:
+        super().__init__(message)
+        self.outputs = outputs
 
 
 class UpdateFailedError(WeightSyncError):

@@ -16,6 +16,9 @@ void bind_digest(pybind11::module_& module);
 void bind_process_read(pybind11::module_& module);
 void bind_memory(pybind11::module_& module);
 void bind_objects(pybind11::module_& module);
+void bind_attention(pybind11::module_& module);
+void bind_linear(pybind11::module_& module);
+void bind_sampling(pybind11::module_& module);
 void bind_cuda(pybind11::module_& module);
 void bind_cuda_memory(pybind11::module_& module);
 

@@ -21,6 +21,9 @@ PYBIND11_MODULE(_native, module) {
     weightsync::bindings::bind_process_read(module);
     weightsync::bindings::bind_memory(module);
     weightsync::bindings::bind_objects(module);
+    weightsync::bindings::bind_attention(module);
+    weightsync::bindings::bind_linear(module);
+    weightsync::bindings::bind_sampling(module);
     weightsync::bindings::bind_cuda(module);
     weightsync::bindings::bind_cuda_memory(module);
 }

@@ -1,0 +1,1 @@
+"""The bundled inference core: a small rollout engine that takes new weights while it serves."""

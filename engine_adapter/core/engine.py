@@ -1,0 +1,418 @@
+"""The bundled engine: prompts in, tokens with log-probs out, new weights between two steps.
+
+Two ways to run it. *Embedded*: ``generate``, ``score`` and ``stream`` drive the steps on the
+caller's thread; in a trainer's process every rank of the engine makes the same calls in the same
+order. *Serving*: ``start`` gives it a thread of its own, and any thread may call.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from queue import Empty
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import torch
+
+from engine_adapter.core.boundary import StepBoundary
+from engine_adapter.core.engine_config import AttentionKind, EngineConfig, build_attention
+from engine_adapter.core.kv_cache import KvCache, KvShape
+from engine_adapter.core.ledger import Ledger
+from engine_adapter.core.model import DecoderModel
+from engine_adapter.core.pages import WeightVersion
+from engine_adapter.core.parallel import ALONE, Group
+from engine_adapter.core.products import Products
+from engine_adapter.core.request import FinishReason, Request, RequestOutput
+from engine_adapter.core.request_builder import Prompt, RequestBuilder
+from engine_adapter.core.runner import ModelRunner
+from engine_adapter.core.sampling_params import SamplingParams
+from engine_adapter.core.scheduler import Scheduler, StepPlan
+from engine_adapter.core.shards import Shards
+from engine_adapter.core.submission import StreamChunk, Submission
+from engine_adapter.core.text import Tokenizer, load_tokenizer
+from weightsync.deadline import Deadline
+from weightsync.errors import (
+    ConfigError,
+    DeadlineError,
+    PeerLostError,
+    RequestFailedError,
+    TaintedError,
+)
+from weightsync.types import PauseMode
+
+Result = TypeVar("Result")
+
+_log = logging.getLogger(__name__)
+_IDLE_S = 0.05  # a thread with nothing to do looks again after this, or when woken
+_POLL_S = 0.002  # streams, and ranks that wait for each other, look more often
+
+
+class Engine:
+    """One rank of an engine over ``model``; :meth:`from_pretrained` is the usual way to make one."""
+
+    def __init__(
+        self,
+        model: DecoderModel,
+        config: EngineConfig | None = None,
+        *,
+        tokenizer: Tokenizer | None = None,
+        group: Group = ALONE,
+    ) -> None:
+        self.model = model
+        self.config = EngineConfig() if config is None else config
+        self.tokenizer = tokenizer
+        limits = self.config.limits(model.max_positions)
+        shape = KvShape(
+            num_layers=model.config.num_layers,
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.config.head_dim,
+            dtype=model.dtype,
+            page_size=limits.page_size,
+        )
+        self.cache = KvCache(shape, limits.num_pages, model.device)
+        self.scheduler = Scheduler(limits, prefix_reuse=self.config.prefix_reuse)
+        attention = build_attention(self.config.attention, model.device)
+        self.runner = ModelRunner(model, self.cache, attention, model.device)
+        self.num_steps = 0
+        self._group = group
+        self._boundary = StepBoundary(None if group.size == 1 else self._agree)
+        self._builder = RequestBuilder(
+            limits, model.config.vocab_size, model.config.eos_token_ids, tokenizer, self.config.seed
+        )
+        self._ledger = Ledger(self.scheduler)
+        self._refusal: str | None = None
+        self._is_held = False
+        self._is_hold_wanted = False  # a call that was given up may run late: it must not hold
+        self._hold_lock = threading.Lock()
+        self._agreed_refusal: str | None = None  # of any rank, as of this step
+        self._thread: threading.Thread | None = None
+        self._is_stopping = False
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        directory: Path | str,
+        *,
+        dtype: str = "auto",
+        device: str = "cpu",
+        shards: Shards | None = None,
+        group: Group = ALONE,
+        **settings: Any,
+    ) -> Engine:
+        """An engine of a Hugging Face model directory; ``settings`` are those of :class:`EngineConfig`.
+
+        ``dtype`` auto is that of the checkpoint. Raises :class:`ConfigError`, a
+        :class:`LayoutError` naming the tensor, or :class:`CapacityError` saying how much memory is
+        missing and what to lower.
+        """
+        config = EngineConfig.parse(settings)
+        path = Path(directory).expanduser()
+        model = DecoderModel.from_pretrained(
+            path,
+            dtype=dtype,
+            device=device,
+            max_positions=config.max_context,
+            shards=shards,
+            group=group,
+            products=_products_for(config.attention),
+        )
+        tokenizer = load_tokenizer(path, model.config.bos_token_id)
+        return cls(model, config, tokenizer=tokenizer, group=group)
+
+    # --- generating -----------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        limit_s: float = 3600.0,
+    ) -> list[RequestOutput]:
+        """Outputs of every sample of every prompt (text or token ids), in order.
+
+        A request that cannot be raises :class:`ConfigError` or :class:`CapacityError` before any of
+        them starts. Raises :class:`RequestFailedError`, with all outputs, once all ended and some
+        failed; :class:`TaintedError` while the engine refuses; :class:`DeadlineError`.
+        """
+        submission = self.submit(prompts, params)
+        return self.wait(submission, limit_s=limit_s)
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        limit_s: float = 3600.0,
+    ) -> Iterator[StreamChunk]:
+        """Chunks of all samples as steps make them; closing the iterator aborts what still runs.
+
+        Failed requests end with a chunk whose output says so. Raises as :meth:`generate` does.
+        """
+        submission = self.submit(prompts, params, is_stream=True)
+        return self._chunks(submission, Deadline(limit_s, peer="the engine", stage="stream"))
+
+    def score(
+        self,
+        sequences: Sequence[int] | Sequence[Sequence[int]],
+        params: SamplingParams | None = None,
+        *,
+        limit_s: float = 3600.0,
+    ) -> list[RequestOutput]:
+        """Log-probs of given tokens, each from those before it, by the kernels that generate.
+
+        ``log_probs[i]`` of an output is that of token i + 1. ``params`` may name a temperature and
+        ``top_log_probs``. A generated token scores the bits that ``generate`` reported.
+        """
+        submission = self._submit(self._builder.build_scores(sequences, params), is_stream=False)
+        return self.wait(submission, limit_s=limit_s)
+
+    def submit(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        is_stream: bool = False,
+    ) -> Submission:
+        """Queue requests and return at once; hand the result to :meth:`wait`."""
+        return self._submit(self._builder.build(prompts, params), is_stream=is_stream)
+
+    def wait(self, submission: Submission, *, limit_s: float = 3600.0) -> list[RequestOutput]:
+        """Outputs of a submission; drives the engine unless it has its own thread."""
+        deadline = Deadline(limit_s, peer="the engine", stage="generate")
+        try:
+            while not submission.is_done.is_set():
+                self._advance(submission, deadline)
+        except BaseException:
+            self.abort(submission)
+            raise
+        outputs = submission.outputs()
+        failed = [output for output in outputs if output.finish_reason is FinishReason.FAILED]
+        if failed:
+            if self._active_refusal is not None:
+                raise TaintedError(_refused(self._active_refusal))
+            raise RequestFailedError(
+                f"{len(failed)} of {len(outputs)} requests failed: {failed[0].error}", outputs
+            )
+        return outputs
+
+    def abort(self, submission: Submission) -> None:
+        """End what still runs of a submission."""
+        requests = [sample.request for sample in submission.samples]
+        self.at_boundary(lambda: self._ledger.abort(requests))
+
+    # --- updates --------------------------------------------------------------------------------------
+
+    def at_boundary(self, function: Callable[[], Result], *, limit_s: float = 60.0) -> Result:
+        """Run ``function`` between two steps, from any thread, and return its result."""
+        deadline = Deadline(limit_s, peer="the engine", stage="step boundary")
+        return self._boundary.call(function, deadline)
+
+    def pause(self, mode: PauseMode, *, limit_s: float = 60.0) -> None:
+        """On return no step runs or will start; requests are dealt with as ``mode`` says.
+
+        Raises :class:`DeadlineError` if the step in progress did not end; the engine then runs on.
+        """
+        self.at_boundary(lambda: self._ledger.pause(mode), limit_s=limit_s)
+
+    def resume(self) -> None:
+        """Leave the pause; harmless when there is none."""
+        self.at_boundary(self.scheduler.resume)
+        self._boundary.wake()
+
+    def hold(self, mode: PauseMode, *, limit_s: float = 60.0) -> None:
+        """As :meth:`pause`, for whoever changes weights: only :meth:`release` ends it.
+
+        A pause of the user's own is another matter: it may come and go meanwhile, and stays.
+        """
+
+        def act() -> None:
+            was_paused = self.scheduler.is_paused
+            self._ledger.pause(mode)
+            self.scheduler.is_paused = was_paused
+            with self._hold_lock:
+                self._is_held = self._is_hold_wanted
+
+        self._is_hold_wanted = True
+        self.at_boundary(act, limit_s=limit_s)
+
+    def release(self) -> None:
+        """End :meth:`hold`; harmless when nothing is held."""
+
+        def act() -> None:
+            with self._hold_lock:
+                self._is_hold_wanted = self._is_held = False
+
+        if self._group.size == 1:
+            act()  # at once: a step that hangs must not keep an update from being given up
+        else:
+            self.at_boundary(act)  # after the same step on every rank
+        self._boundary.wake()
+
+    def flush_cache(self) -> int:
+        """Forget cached prefixes; returns their pages. Refused while requests hold KV."""
+        return self.at_boundary(self.scheduler.flush_cache)
+
+    def set_version(self, version: WeightVersion) -> None:
+        """What is generated from now on is labelled ``version``; no request is ended by it."""
+        self.at_boundary(lambda: self.scheduler.set_version(version))
+
+    @property
+    def version(self) -> WeightVersion:
+        return self.scheduler.version
+
+    @property
+    def is_paused(self) -> bool:
+        return self.scheduler.is_paused
+
+    def refuse(self, reason: str | None) -> None:
+        """Fail every request with ``reason``, and refuse new ones; None lifts it. From any thread."""
+        self._refusal = reason
+        self._boundary.wake()
+
+    # --- running --------------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """Run one step; False if there was nothing to do. One thread at a time."""
+        with self._boundary.step():
+            refusal = self._active_refusal
+            if refusal is not None:
+                self._ledger.fail_all(_refused(refusal))
+                return False
+            plan = None if self._is_held else self.scheduler.plan()
+            if plan is None:
+                return False
+            self._run(plan)
+            self.num_steps += 1
+            return True
+
+    def start(self) -> None:
+        """Give the engine its own thread; :meth:`stop` ends it."""
+        if self._thread is not None:
+            raise ConfigError("the engine has been started already")
+        self._is_stopping = False
+        self._boundary.has_driver = True
+        self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
+        self._thread.start()
+
+    def stop(self, *, limit_s: float = 60.0) -> None:
+        """End the engine's thread after its step; requests that still run stay where they are."""
+        if self._thread is None:
+            return
+        if self._thread.is_alive():  # at a boundary, so that ranks stop after the same step
+            self.at_boundary(self._note_stop, limit_s=limit_s)
+        self._thread.join(limit_s)
+        if self._thread.is_alive():
+            raise DeadlineError("the engine", "stop", limit_s, limit_s)
+        self._thread = None
+
+    def _note_stop(self) -> None:
+        self._is_stopping = True
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    # --- parts ----------------------------------------------------------------------------------------
+
+    def _agree(self, num_calls: int) -> int:
+        """The smallest number over the ranks: calls that every rank has seen. If one rank refuses,
+        all do, from the same step on."""
+        refusal = self._refusal
+        mine = torch.tensor([num_calls, int(refusal is not None)], dtype=torch.int64)
+        found = [part.tolist() for part in self._group.gather(mine)]
+        refusing = [rank for rank, (_, is_refusing) in enumerate(found) if is_refusing]
+        if refusing and refusal is None:
+            refusal = f"rank {refusing[0]} of the engine refuses"
+        self._agreed_refusal = refusal
+        return min(int(count) for count, _ in found)
+
+    @property
+    def _active_refusal(self) -> str | None:
+        """Why nothing is generated; the same on every rank during a step."""
+        return self._refusal if self._group.size == 1 else self._agreed_refusal
+
+    def _submit(self, requests: list[Request], *, is_stream: bool) -> Submission:
+        submission = Submission.of(requests, self.tokenizer, is_stream=is_stream)
+
+        def admit() -> None:
+            if self._active_refusal is not None:
+                raise TaintedError(_refused(self._active_refusal))
+            self._ledger.admit(submission)
+
+        self.at_boundary(admit)
+        return submission
+
+    def _advance(self, submission: Submission, deadline: Deadline) -> None:
+        """Get on with it: a step of ours, or a moment of waiting for the engine's thread."""
+        deadline.check()
+        if self._boundary.has_driver:
+            submission.is_done.wait(
+                deadline.slice_s(_IDLE_S if submission.chunks is None else _POLL_S)
+            )
+        elif not self.step() and not submission.is_done.is_set():
+            self._idle()
+
+    def _idle(self) -> None:
+        self._boundary.wait_for_work(_IDLE_S if self._group.size == 1 else _POLL_S)
+
+    def _serve(self) -> None:
+        try:
+            while not self._is_stopping:
+                try:
+                    is_busy = self.step()
+                except PeerLostError as error:
+                    _log.exception("the engine stops")
+                    self.refuse(str(error))
+                    self._ledger.fail_all(_refused(str(error)))
+                    return
+                except Exception:  # its requests have failed by name; others go on
+                    _log.exception("a step of the engine failed")
+                    continue
+                if not is_busy and not self._is_stopping:
+                    self._idle()
+        finally:
+            self._boundary.has_driver = False
+
+    def _chunks(self, submission: Submission, deadline: Deadline) -> Iterator[StreamChunk]:
+        chunks = submission.chunks
+        if chunks is None:
+            raise RuntimeError("a submission that was not made as a stream has no chunks")
+        try:
+            while not (submission.is_done.is_set() and chunks.empty()):
+                try:
+                    yield chunks.get_nowait()
+                except Empty:
+                    self._advance(submission, deadline)
+        finally:
+            if not submission.is_done.is_set():
+                self.abort(submission)
+
+    def _run(self, plan: StepPlan) -> None:
+        try:
+            results = self.runner.run(plan)
+        except BaseException as error:
+            reason = f"its step failed: {type(error).__name__}: {error}"
+            self._ledger.fail([chunk.request for chunk in plan.chunks], reason)
+            raise
+        self.scheduler.complete(plan)
+        self._ledger.take(plan, results)
+
+
+def _products_for(attention: AttentionKind) -> Products:
+    """The oracle's bits are transformers' only if torch computes the products as well."""
+    return Products.TORCH if attention is AttentionKind.REFERENCE else Products.AUTO
+
+
+def _refused(reason: str) -> str:
+    return f"the engine refuses to generate: {reason}"

@@ -1,0 +1,91 @@
+"""The parts of a decoder layer, in the order of operations of transformers' ``eager``.
+
+States are [R, features] in the model's dtype, R a multiple of ``ROW_PAD``; every function's row
+depends on that row alone, so that a token's bits do not depend on what else is in the batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine_adapter.core.parallel import Group
+from engine_adapter.core.products import Product
+
+
+def rms_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm (arXiv 1910.07467) over the last dimension: fp32, rounded, then scaled."""
+    wide = states.float()
+    variance = wide.pow(2).mean(-1, keepdim=True)
+    return weight * (wide * torch.rsqrt(variance + eps)).to(states.dtype)
+
+
+def gated(gate_up: Tensor) -> Tensor:
+    """SwiGLU's product: [R, 2 x width] with gate before up -> [R, width]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Who computes products, and with whom their parts are added."""
+
+    product: Product
+    group: Group
+
+    def row_parallel(self, states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """A product whose input columns are split over the group; the bias is added once."""
+        if self.group.size == 1:
+            return self.product(states, weight, bias)
+        total = self.group.sum_in_order(self.product(states, weight))
+        return total if bias is None else total + bias
+
+
+class Mlp(Protocol):
+    """What follows attention in a layer."""
+
+    def forward(self, states: Tensor) -> Tensor:
+        """[R, hidden] -> [R, hidden], whole on every rank."""
+        ...
+
+
+@dataclass(slots=True)
+class DenseMlp:
+    """SwiGLU; ``gate_up`` [2 x width, hidden], ``down`` [hidden, width] of this rank's width."""
+
+    gate_up: Tensor
+    down: Tensor
+    gate_up_bias: Tensor | None
+    down_bias: Tensor | None
+    compute: Compute
+
+    def forward(self, states: Tensor) -> Tensor:
+        inner = gated(self.compute.product(states, self.gate_up, self.gate_up_bias))
+        return self.compute.row_parallel(inner, self.down, self.down_bias)
+
+
+@dataclass(slots=True)
+class AttentionWeights:
+    """``qkv`` [(heads + 2 kv_heads) x head_dim, hidden], ``o`` [hidden, heads x head_dim] of this
+    rank's heads; norms [head_dim] where the family has them."""
+
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    o: Tensor
+    o_bias: Tensor | None
+
+
+@dataclass(slots=True)
+class Layer:
+    """One decoder layer of one rank."""
+
+    input_norm: Tensor
+    attention: AttentionWeights
+    post_norm: Tensor
+    mlp: Mlp

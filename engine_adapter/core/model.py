@@ -1,0 +1,246 @@
+"""The decoder: one forward step over the rows of a batch, for every family that is served."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engine_adapter.core.arena import Arena
+from engine_adapter.core.attention import Attention
+from engine_adapter.core.batch import StepBatch
+from engine_adapter.core.config import ModelConfig, read_config
+from engine_adapter.core.kv_cache import KvCache
+from engine_adapter.core.layers import (
+    AttentionWeights,
+    Compute,
+    DenseMlp,
+    Layer,
+    Mlp,
+    rms_norm,
+)
+from engine_adapter.core.loader import checkpoint_dtype, load_weights
+from engine_adapter.core.moe import ExpertsMlp
+from engine_adapter.core.parallel import ALONE, Group
+from engine_adapter.core.products import Products, choose_product, parse_products
+from engine_adapter.core.rope import fill_tables, rotate
+from engine_adapter.core.shards import Shards
+from engine_adapter.core.slots import SlotTable
+from engine_adapter.core.weights import EMBEDDING, HEAD, StorageSpec, storage_specs
+from weightsync.errors import ConfigError
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
+_REMEDY = "use dtype='bfloat16', a smaller model, or more ranks (tp_size)"
+
+
+class DecoderModel:
+    """One rank of a decoder; its weights are uninitialised until slots are written.
+
+    ``max_positions`` bounds the context (default: what the configuration allows); ``products`` says
+    who computes matrix products: bits equal transformers' with ``torch`` alone. Raises
+    :class:`ConfigError` if the model cannot be split as ``shards`` says, and
+    :class:`CapacityError` if its weights do not fit.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        *,
+        max_positions: int | None = None,
+        shards: Shards | None = None,
+        group: Group = ALONE,
+        products: Products | str = Products.AUTO,
+    ) -> None:
+        self.config, self.dtype, self.device = config, dtype, torch.device(device)
+        self.shards = Shards() if shards is None else shards
+        if self.shards.world_size != group.size or self.shards.rank != group.rank:
+            raise ConfigError(
+                f"rank {self.shards.rank} of {self.shards.world_size} over a group whose rank "
+                f"{group.rank} of {group.size} this is"
+            )
+        product = choose_product(parse_products(products), dtype, self.device)
+        self._dense = Compute(product, group if self.shards.tp_size > 1 else ALONE)
+        self._sparse = Compute(product, group)
+        self.max_positions = _positions(config, max_positions)
+        specs = storage_specs(config, self.shards)
+        storages = _allocate(specs, dtype, self.device)
+        self.slots = SlotTable(storages, specs, {HEAD: EMBEDDING} if config.is_tied else {})
+        self.embed_tokens = storages["embed_tokens"]
+        self.norm = storages["norm"]
+        self.lm_head = storages["embed_tokens" if config.is_tied else "lm_head"]
+        self.layers = [self._layer(i, storages) for i in range(config.num_layers)]
+        self._add_rope_tables()
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        directory: Path | str,
+        *,
+        dtype: str = "auto",
+        device: torch.device | str = "cpu",
+        max_positions: int | None = None,
+        shards: Shards | None = None,
+        group: Group = ALONE,
+        products: Products | str = Products.AUTO,
+    ) -> DecoderModel:
+        """Build from a Hugging Face directory and load this rank's share of its weights.
+
+        ``dtype`` is torch's word or ``auto``: that of the checkpoint. Raises what
+        :func:`read_config`, the constructor and :func:`load_weights` raise.
+        """
+        path = Path(directory).expanduser()
+        config = read_config(path)
+        word = checkpoint_dtype(path, config) if dtype == "auto" else dtype
+        if word not in DTYPES:
+            raise ConfigError(f"dtype {word!r} is not served; known: auto, {', '.join(DTYPES)}")
+        model = cls(
+            config,
+            DTYPES[word],
+            device,
+            max_positions=max_positions,
+            shards=shards,
+            group=group,
+            products=products,
+        )
+        load_weights(path, model.slots, config)
+        model.slots.refresh()
+        return model
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key and value heads of this rank: what its KV cache holds."""
+        first, last = self.shards.kv_heads(self.config.num_kv_heads)
+        return last - first
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads of this rank."""
+        first, last = self.shards.heads(self.config.num_heads)
+        return last - first
+
+    # --- building -----------------------------------------------------------------------------------
+
+    def _layer(self, i: int, storages: Mapping[str, Tensor]) -> Layer:
+        def get(part: str) -> Tensor:
+            return storages[f"layers.{i}.{part}"]
+
+        def find(part: str) -> Tensor | None:
+            return storages.get(f"layers.{i}.{part}")
+
+        attention = AttentionWeights(
+            qkv=get("qkv"),
+            qkv_bias=find("qkv_bias"),
+            q_norm=find("q_norm"),
+            k_norm=find("k_norm"),
+            o=get("o"),
+            o_bias=find("o_bias"),
+        )
+        mlp: Mlp
+        experts = self.config.experts
+        if experts is not None and self.config.has_experts(i):
+            mlp = ExpertsMlp(
+                router=get("router"),
+                gate_up=get("experts_gate_up"),
+                down=get("experts_down"),
+                first_expert=self.shards.ep_range(experts.num_experts)[0],
+                top_k=experts.top_k,
+                is_normalised=experts.is_normalised,
+                compute=self._sparse,
+            )
+        else:
+            mlp = DenseMlp(
+                get("gate_up"), get("down"), find("gate_up_bias"), find("down_bias"), self._dense
+            )
+        return Layer(get("input_norm"), attention, get("post_norm"), mlp)
+
+    def _add_rope_tables(self) -> None:
+        size = (self.max_positions, self.config.head_dim // 2)
+        arena = Arena(
+            "rotary tables",
+            2 * Arena.bytes_for([(size, str(self.dtype).removeprefix("torch."))]),
+            str(self.device),
+            remedy="lower max_positions",
+        )
+        self.cos, self.sin = arena.take(size, self.dtype), arena.take(size, self.dtype)
+        fill_tables(self.config.rope, self.cos, self.sin, self.config.head_dim)
+        self.slots.add_constant("rope.cos", self.cos)
+        self.slots.add_constant("rope.sin", self.sin)
+
+    # --- a step ---------------------------------------------------------------------------------------
+
+    def forward(self, batch: StepBatch, cache: KvCache, attention: Attention) -> Tensor:
+        """Logits of ``batch.logit_rows``: [L, vocabulary], the model's dtype, on every rank.
+
+        Writes the rows' keys and values into ``cache``.
+        """
+        states = self._embed(batch.token_ids)
+        cos = self.cos[batch.positions][:, None]
+        sin = self.sin[batch.positions][:, None]
+        eps = self.config.norm_eps
+        for i, layer in enumerate(self.layers):
+            normed = rms_norm(states, layer.input_norm, eps)
+            query, key, value = self._heads(layer.attention, normed, cos, sin)
+            mixed = attention.attend(i, query, key, value, batch, cache)
+            weights = layer.attention
+            states = states + self._dense.row_parallel(mixed, weights.o, weights.o_bias)
+            normed = rms_norm(states, layer.post_norm, eps)
+            states = states + layer.mlp.forward(normed)
+        return self._logits(states[batch.logit_rows])
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        if self._dense.group.size == 1:
+            return self.embed_tokens[token_ids]
+        first, last = self.shards.tp_range(self.config.vocab_size)
+        is_here = (token_ids >= first) & (token_ids < last)
+        rows = self.embed_tokens[torch.where(is_here, token_ids - first, 0)]
+        # One rank has the row and all others add zero: exact.
+        return self._dense.group.sum_in_order(rows * is_here[:, None])
+
+    def _heads(
+        self, weights: AttentionWeights, states: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value [R, heads, head_dim] of this rank, normed and rotated."""
+        size, num_heads, num_kv_heads = self.config.head_dim, self.num_heads, self.num_kv_heads
+        fused = self._dense.product(states, weights.qkv, weights.qkv_bias)
+        fused = fused.view(fused.shape[0], -1, size)
+        query, key, value = torch.split(fused, [num_heads, num_kv_heads, num_kv_heads], dim=1)
+        if weights.q_norm is not None and weights.k_norm is not None:
+            query = rms_norm(query, weights.q_norm, self.config.norm_eps)
+            key = rms_norm(key, weights.k_norm, self.config.norm_eps)
+        return rotate(query, cos, sin), rotate(key, cos, sin), value
+
+    def _logits(self, states: Tensor) -> Tensor:
+        normed = rms_norm(states, self.norm, self.config.norm_eps)
+        logits = self._dense.product(normed, self.lm_head)
+        return self._dense.group.join_columns(logits, self._vocabulary_widths())
+
+    def _vocabulary_widths(self) -> list[int]:
+        vocab, size = self.config.vocab_size, self.shards.tp_size
+        return [(r + 1) * vocab // size - r * vocab // size for r in range(size)]
+
+
+def _positions(config: ModelConfig, wanted: int | None) -> int:
+    if wanted is None:
+        return config.max_positions
+    if not 1 <= wanted <= config.max_positions:
+        raise ConfigError(
+            f"max_positions {wanted}: the model has 1 to {config.max_positions} of them"
+        )
+    return wanted
+
+
+def _allocate(
+    specs: Sequence[StorageSpec], dtype: torch.dtype, device: torch.device
+) -> dict[str, Tensor]:
+    word = str(dtype).removeprefix("torch.")
+    num_bytes = Arena.bytes_for((spec.shape, word) for spec in specs)
+    arena = Arena("weights", num_bytes, str(device), remedy=_REMEDY)
+    return {spec.name: arena.take(spec.shape, dtype) for spec in specs}

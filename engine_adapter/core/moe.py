@@ -1,0 +1,64 @@
+"""A mixture of experts: routing, and the experts that this rank holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine_adapter.core.layers import Compute, gated
+from engine_adapter.core.products import Product
+
+
+def route(
+    states: Tensor, router: Tensor, top_k: int, *, is_normalised: bool, product: Product
+) -> tuple[Tensor, Tensor]:
+    """(weights [R, top_k] in the model's dtype, experts int64 [R, top_k]) of each row.
+
+    Softmax in fp32 over logits of the model's dtype, rounded after normalising.
+    """
+    logits = product(states, router)
+    weights, experts = torch.topk(torch.softmax(logits, dim=-1, dtype=torch.float), top_k, dim=-1)
+    if is_normalised:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    return weights.to(logits.dtype), experts
+
+
+@dataclass(slots=True)
+class ExpertsMlp:
+    """Experts ``first_expert`` and following.
+
+    ``router`` [all experts, hidden]; ``gate_up`` [experts here, 2 x width, hidden]; ``down``
+    [experts here, hidden, width].
+    """
+
+    router: Tensor
+    gate_up: Tensor
+    down: Tensor
+    first_expert: int
+    top_k: int
+    is_normalised: bool
+    compute: Compute
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Each row adds up its experts in ascending order, rounding after each, wherever the other
+        rows go: so does transformers, and so a row's bits depend on no other."""
+        product, group = self.compute.product, self.compute.group
+        weights, experts = route(
+            states, self.router, self.top_k, is_normalised=self.is_normalised, product=product
+        )
+        picks = experts.flatten()
+        order = torch.argsort(picks, stable=True)
+        counts = torch.bincount(picks, minlength=self.router.shape[0]).tolist()
+        flat, total, start = weights.flatten(), torch.zeros_like(states), 0
+        for expert, count in enumerate(counts):
+            place = expert - self.first_expert
+            if count and 0 <= place < self.gate_up.shape[0]:
+                chosen = order[start : start + count]
+                rows = chosen // self.top_k
+                inner = gated(product(states[rows], self.gate_up[place]))
+                out = product(inner, self.down[place]) * flat[chosen, None]
+                total.index_add_(0, rows, out)
+            start += count
+        return total if group.size == 1 else group.sum_in_order(total)

@@ -1,0 +1,105 @@
+"""A plan becomes tensors, a forward step, and results for its requests."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine_adapter.core.attention import Attention
+from engine_adapter.core.batch import NO_SLOT, StepBatch, padded_rows
+from engine_adapter.core.kv_cache import KvCache
+from engine_adapter.core.request import Request, RequestKind, TokenLogProbs
+from engine_adapter.core.sampling import SampleRow, sample
+from engine_adapter.core.scheduler import StepPlan
+
+
+class StepModel(Protocol):
+    """What a step needs of a model."""
+
+    def forward(self, batch: StepBatch, cache: KvCache, attention: Attention) -> Tensor:
+        """Logits of ``batch.logit_rows``, [L, vocabulary]; writes K and V."""
+        ...
+
+
+def build_batch(plan: StepPlan, page_size: int, device: torch.device | str = "cpu") -> StepBatch:
+    """The tensors of a step, made on the host and copied to ``device``."""
+    chunks = plan.chunks
+    missing = padded_rows(plan.num_tokens) - plan.num_tokens
+    context_lens = np.array([chunk.first + chunk.count for chunk in chunks], dtype=np.int32)
+    num_pages = (-(-context_lens // page_size)).tolist()
+    tables = np.full((len(chunks), max(num_pages, default=1)), -1, dtype=np.int32)
+    # Lists, for most steps have a row or a few of each request.
+    token_ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    starts = [0]
+    logit_rows: list[int] = []
+    for index, chunk in enumerate(chunks):
+        request, end = chunk.request, chunk.first + chunk.count
+        logit_rows.extend(len(token_ids) + wanted for wanted in chunk.wanted_rows)
+        token_ids.extend(request.tokens(chunk.first, end))
+        positions.extend(range(chunk.first, end))
+        pages = request.pages
+        slots.extend(
+            pages[p // page_size] * page_size + p % page_size for p in range(chunk.first, end)
+        )
+        tables[index, : num_pages[index]] = pages[: num_pages[index]]
+        starts.append(len(token_ids))
+    padding = [0] * missing
+
+    def on_device(values: Any, dtype: Any) -> Tensor:
+        return torch.from_numpy(np.asarray(values, dtype=dtype)).to(device)
+
+    return StepBatch(
+        token_ids=on_device(token_ids + padding, np.int64),
+        positions=on_device(positions + padding, np.int64),
+        slot_mapping=on_device(slots + [NO_SLOT] * missing, np.int64),
+        query_starts=on_device(starts, np.int32),
+        context_lens=on_device(context_lens, np.int32),
+        block_tables=on_device(tables, np.int32),
+        logit_rows=on_device(logit_rows, np.int64),
+    )
+
+
+def sample_rows(plan: StepPlan) -> list[tuple[Request, SampleRow]]:
+    """How each wanted row becomes a token, in the order of the batch's logit rows."""
+    rows = []
+    for chunk in plan.chunks:
+        request = chunk.request
+        for wanted in chunk.wanted_rows:
+            position = chunk.first + wanted + 1  # of the token that this row predicts
+            is_score = request.kind is RequestKind.SCORE
+            row = SampleRow(
+                request.params,
+                request.seed,
+                position,
+                banned=() if is_score else request.banned_tokens,
+                given=request.prompt_ids[position] if is_score else None,
+            )
+            rows.append((request, row))
+    return rows
+
+
+class ModelRunner:
+    """Runs plans on one rank."""
+
+    def __init__(
+        self,
+        model: StepModel,
+        cache: KvCache,
+        attention: Attention,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.model, self.cache, self.attention, self.device = model, cache, attention, device
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> list[tuple[Request, TokenLogProbs | None]]:
+        """Results in row order; None where the logits hold no distribution."""
+        batch = build_batch(plan, self.cache.page_size, self.device)
+        logits = self.model.forward(batch, self.cache, self.attention)
+        rows = sample_rows(plan)
+        found = sample(logits, [row for _, row in rows])
+        return [(request, result) for (request, _), result in zip(rows, found, strict=True)]

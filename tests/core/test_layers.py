@@ -1,0 +1,195 @@
+"""A row's bits depend on that row alone, in every dtype; ranks add up in order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from core_models import torch
+
+from engine_adapter.core.layers import Compute, DenseMlp, gated, rms_norm
+from engine_adapter.core.moe import ExpertsMlp, route
+from engine_adapter.core.parallel import ALONE, Group
+from engine_adapter.core.products import (
+    Products,
+    choose_product,
+    native_product,
+    parse_products,
+    torch_product,
+)
+from engine_adapter.core.rope import RopeConfig, RopeKind, fill_tables, inverse_frequencies, rotate
+from weightsync.errors import ConfigError
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+#: (in, out): tiny, odd, and as deep as real models are.
+SHAPES = [(64, 96), (72, 131), (128, 512), (100, 33), (1024, 256), (3072, 64)]
+
+
+def assert_rows_are_their_own(act: Any, states: Any) -> None:
+    """``act`` of any number of rows, in any company and place, gives each row the same bits."""
+    wanted = act(states)
+    for count in (1, 2, 3, 5, 15, 16, 17, 31, 48):
+        assert torch.equal(act(states[:count]), wanted[:count]), count
+        assert torch.equal(act(states[-count:]), wanted[-count:]), count
+    order = torch.randperm(len(states))
+    assert torch.equal(act(states[order]), wanted[order])
+
+
+#: Who can compute which dtype.
+COMPUTED = [(torch_product, dtype) for dtype in DTYPES] + [
+    (native_product, torch.bfloat16),
+    (native_product, torch.float16),
+]
+computed = pytest.mark.parametrize(
+    ("product", "dtype"), COMPUTED, ids=lambda v: getattr(v, "__name__", str(v))
+)
+
+
+@computed
+@pytest.mark.parametrize(("width", "out"), SHAPES)
+def test_products_are_row_invariant(width: int, out: int, product: Any, dtype: Any) -> None:
+    torch.manual_seed(0)
+    states = torch.randn(160, width).to(dtype)
+    weight, bias = torch.randn(out, width).to(dtype), torch.randn(out).to(dtype)
+    assert_rows_are_their_own(lambda x: product(x, weight), states)
+    assert_rows_are_their_own(lambda x: product(x, weight, bias), states)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("width", "out"), [*SHAPES, (1, 1), (7, 2), (9, 47), (8, 49)])
+@pytest.mark.parametrize("num_rows", [0, 1, 3, 16, 65, 130])
+def test_native_products_are_rounded_once(num_rows: int, width: int, out: int, dtype: Any) -> None:
+    torch.manual_seed(0)
+    states = torch.randn(num_rows, width + 3).to(dtype)[:, :width]  # rows that lie apart
+    weight, bias = torch.randn(out, width).to(dtype), torch.randn(out).to(dtype)
+    for given in (None, bias):
+        exact = states.double() @ weight.double().T + (0 if given is None else given.double())
+        found = native_product(states, weight, given)
+        assert found.shape == (num_rows, out)
+        # Half a unit of the last place, and what fp32 sums lose against the largest term.
+        unit = torch.finfo(dtype).eps / 2
+        lost = 1e-6 * width**0.5 * (states.double().abs() @ weight.double().abs().T)
+        assert ((found.double() - exact).abs() <= exact.abs() * unit * 1.01 + lost + 1e-7).all()
+
+
+def test_native_products_do_not_depend_on_threads() -> None:
+    states, weight = torch.randn(80, 640).bfloat16(), torch.randn(1000, 640).bfloat16()
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        one = native_product(states, weight)
+        torch.set_num_threads(5)
+        assert torch.equal(native_product(states, weight), one)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_native_products_keep_what_is_no_number() -> None:
+    states, weight = torch.ones(2, 9).bfloat16(), torch.ones(3, 9).bfloat16()
+    states[0, 8], weight[1, 0] = float("nan"), float("inf")
+    found = native_product(states, weight)
+    assert found[0].isnan().all()
+    assert found[1].tolist() == [9, float("inf"), 9]
+
+
+def test_who_computes_is_decided_once_and_can_be_asked_for() -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda:0")
+    assert choose_product(Products.TORCH, torch.bfloat16, cpu) is torch_product
+    assert choose_product(Products.NATIVE, torch.bfloat16, cpu) is native_product
+    assert choose_product(Products.AUTO, torch.float32, cpu) is torch_product
+    assert choose_product(Products.AUTO, torch.bfloat16, gpu) is torch_product
+    assert choose_product(Products.AUTO, torch.float16, cpu) is native_product
+    for dtype, device in ((torch.float32, cpu), (torch.bfloat16, gpu)):
+        with pytest.raises(ConfigError, match="products='native' computes bfloat16, float16 on"):
+            choose_product(Products.NATIVE, dtype, device)
+    with pytest.raises(ConfigError, match="products 'fast' is not known: auto, torch, native"):
+        parse_products("fast")
+
+
+@dtypes
+def test_norms_rotations_and_gates_are_row_invariant(dtype: Any) -> None:
+    torch.manual_seed(0)
+    states, weight = torch.randn(160, 100).to(dtype), torch.randn(100).to(dtype)
+    assert_rows_are_their_own(lambda x: rms_norm(x, weight, 1e-6), states)
+    assert_rows_are_their_own(gated, states)
+    heads = torch.randn(160, 3, 24).to(dtype)
+    cos, sin = torch.empty(64, 12, dtype=dtype), torch.empty(64, 12, dtype=dtype)
+    fill_tables(RopeConfig(RopeKind.DEFAULT, 1e4), cos, sin, 24)
+    assert_rows_are_their_own(lambda x: rotate(x, cos[7], sin[7]), heads)
+
+
+def experts_mlp(
+    dtype: Any, first: int = 0, last: int = 8, product: Any = torch_product
+) -> ExpertsMlp:
+    torch.manual_seed(1)
+    router, gate_up = torch.randn(8, 64).to(dtype), torch.randn(8, 48, 64).to(dtype) / 8
+    down = torch.randn(8, 64, 24).to(dtype) / 8
+    compute = Compute(product, ALONE)
+    return ExpertsMlp(router, gate_up[first:last], down[first:last], first, 3, True, compute)
+
+
+@computed
+def test_experts_are_row_invariant(product: Any, dtype: Any) -> None:
+    states = torch.randn(160, 64).to(dtype)
+    assert_rows_are_their_own(experts_mlp(dtype, product=product).forward, states)
+
+
+def test_parts_of_the_experts_add_up_to_all_of_them() -> None:
+    states = torch.randn(32, 64)
+    whole = experts_mlp(torch.float32).forward(states)
+    parts = [experts_mlp(torch.float32, *r).forward(states) for r in ((0, 3), (3, 3), (3, 8))]
+    assert torch.allclose(sum(parts), whole, atol=1e-5)
+    assert not parts[1].any()
+
+
+def test_routing_weights() -> None:
+    states, router = torch.randn(16, 64), torch.randn(8, 64)
+    weights, experts = route(states, router, 3, is_normalised=True, product=torch_product)
+    plain, same = route(states, router, 3, is_normalised=False, product=torch_product)
+    assert torch.equal(experts, same)
+    assert torch.allclose(weights.sum(-1), torch.ones(16))
+    assert torch.allclose(plain, torch.softmax(states @ router.T, -1).gather(1, experts))
+
+
+def test_rope_against_its_formula_in_double_precision() -> None:
+    torch.manual_seed(0)
+    cos, sin = torch.empty(32, 4), torch.empty(32, 4)
+    fill_tables(RopeConfig(RopeKind.DEFAULT, 100.0), cos, sin, 8)
+    state = torch.randn(1, 1, 8)
+    angle = 5 * 100.0 ** (-torch.arange(0, 8, 2).double() / 8)
+    pair = torch.complex(state[0, 0, :4].double(), state[0, 0, 4:].double())
+    turned = pair * torch.polar(torch.ones(4).double(), angle)
+    found = rotate(state, cos[5], sin[5])[0, 0].double()
+    assert torch.allclose(found, torch.cat((turned.real, turned.imag)), atol=1e-6)
+
+
+def test_scaling_keeps_what_turns_fast_and_stretches_what_turns_slowly() -> None:
+    plain, _ = inverse_frequencies(RopeConfig(RopeKind.DEFAULT, 1e4), 64)
+    for kind in (RopeKind.LLAMA3, RopeKind.YARN):
+        rope = RopeConfig(kind, 1e4, factor=8.0, original_max_positions=256)
+        scaled, factor = inverse_frequencies(rope, 64)
+        assert scaled[0] == plain[0]
+        assert torch.isclose(scaled[-1], plain[-1] / 8)
+        assert (factor > 1) == (kind is RopeKind.YARN)
+    fixed = RopeConfig(RopeKind.YARN, 1e4, 8.0, 256, attention_factor=0.5)
+    assert inverse_frequencies(fixed, 64)[1] == 0.5
+    both = RopeConfig(RopeKind.YARN, 1e4, 8.0, 256, mscale=0.7, mscale_all_dim=0.7)
+    assert inverse_frequencies(both, 64)[1] == 1.0
+
+
+def test_one_rank_needs_no_group_and_several_do() -> None:
+    states = torch.randn(4, 6)
+    assert ALONE.sum_in_order(states) is states
+    assert ALONE.join_columns(states, [6]) is states
+    assert ALONE.broadcast(states) is states
+    with pytest.raises(ConfigError, match="2 ranks need a torch"):
+        Group(None, 0, 2)
+
+
+def test_a_bias_of_a_row_parallel_product_is_added_once() -> None:
+    torch.manual_seed(0)
+    states, gate_up, down = torch.randn(16, 8), torch.randn(12, 8), torch.randn(8, 6)
+    bias = torch.randn(8)
+    mlp = DenseMlp(gate_up, down, None, bias, Compute(torch_product, ALONE))
+    assert torch.allclose(mlp.forward(states), gated(states @ gate_up.T) @ down.T + bias, atol=1e-5)

@@ -1,0 +1,106 @@
+"""One rank of an engine in a process of its own, for tests of serving over several ranks."""
+
+from __future__ import annotations
+
+import datetime
+import threading
+from typing import Any
+
+from processes import Pipe
+
+
+def serve(pipe: Pipe) -> None:
+    """Join the group, load an engine, then answer tasks until told to stop."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    task = pipe.receive()
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(task["store"], 2),
+        rank=task["rank"],
+        world_size=2,
+        timeout=datetime.timedelta(seconds=20),
+    )
+    engine = _engine(task)
+    pipe.send("ready")
+    while (command := pipe.receive()) != "stop":
+        pipe.send(globals()[f"_{command['do']}"](engine, task["rank"], command))
+    dist.destroy_process_group()
+    pipe.send("stopped")
+
+
+def _engine(task: Any) -> Any:
+    import torch.distributed as dist
+    from core_engines import SMALL
+
+    from engine_adapter.core.engine import Engine
+    from engine_adapter.core.parallel import Group
+    from engine_adapter.core.shards import Shards
+
+    return Engine.from_pretrained(
+        task["directory"],
+        shards=Shards(task["rank"], 2, tp_size=2),
+        group=Group.of(dist.group.WORLD),
+        **SMALL,
+    )
+
+
+def _said(outputs: Any) -> Any:
+    return [
+        {
+            "tokens": list(output.token_ids),
+            "log_probs": [result.log_prob for result in output.log_probs],
+            "spans": [
+                [None if s.version is None else s.version.number, s.first, s.end]
+                for s in output.version_spans
+            ],
+            "reason": str(output.finish_reason),
+        }
+        for output in outputs
+    ]
+
+
+def _generate(engine: Any, rank: int, command: Any) -> Any:
+    from core_engines import params
+
+    return _said(engine.generate(command["prompts"], params(temperature=0.0)))
+
+
+def _update(engine: Any, rank: int, command: Any) -> Any:
+    """Traffic on the engine's thread; each rank asks for pauses at moments of its own."""
+    from core_engines import params
+
+    from weightsync.session import Version
+    from weightsync.types import PauseMode
+
+    with engine:
+        submission = engine.submit(command["prompts"], params(temperature=0.0, max_tokens=60))
+        for number in range(1, 6):
+            threading.Event().wait(0.01 * ((number * (rank + 1)) % 3))
+            engine.pause(PauseMode.RETRACT if number % 2 else PauseMode.IN_PLACE)
+            engine.set_version(Version("run", number))
+            engine.resume()
+        return _said(engine.wait(submission, limit_s=30))
+
+
+def _refuse(engine: Any, rank: int, command: Any) -> Any:
+    """One rank refuses in the middle; every rank says so."""
+    from core_engines import params
+
+    from weightsync.errors import TaintedError
+
+    with engine:
+        submission = engine.submit(command["prompts"], params(max_tokens=200))
+        if rank == 1:
+            engine.refuse("an update failed")
+        try:
+            engine.wait(submission, limit_s=30)
+        except TaintedError as error:
+            said = str(error)
+        else:
+            said = "no error"
+        engine.at_boundary(lambda: None)
+        engine.refuse(None)
+        return said
