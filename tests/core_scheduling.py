@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine_adapter.core.pages import PrefixReuse, WeightVersion
+from engine_adapter.core.plan import SchedulerLimits, StepPlan
 from engine_adapter.core.request import FinishReason, Request, RequestKind, TokenLogProbs
 from engine_adapter.core.sampling_params import SamplingParams
-from engine_adapter.core.scheduler import Scheduler, SchedulerLimits, StepPlan
+from engine_adapter.core.scheduler import Scheduler
 
 VOCAB = 7
 

@@ -16,20 +16,32 @@ _POLL_S = 0.002
 
 
 class _Call:
+    """Runs once, or is given up before it began."""
+
     def __init__(self, function: Callable[[], Any]) -> None:
         self._function = function
-        self.is_given_up = False
+        self._lock = threading.Lock()
+        self._has_begun = False
+        self._is_given_up = False
         self.is_done = threading.Event()
         self.result: Any = None
         self.error: BaseException | None = None
 
     def run(self) -> None:
-        if not self.is_given_up:
+        with self._lock:
+            self._has_begun = True
+        if not self._is_given_up:
             try:
                 self.result = self._function()
             except BaseException as error:  # raised again where the call was made
                 self.error = error
         self.is_done.set()
+
+    def give_up(self) -> bool:
+        """False if it has begun: then it counts."""
+        with self._lock:
+            self._is_given_up = not self._has_begun
+            return self._is_given_up
 
 
 class StepBoundary:
@@ -38,7 +50,8 @@ class StepBoundary:
     A call runs on the driver's thread, at the beginning of its next step, or on the caller's own if
     nobody drives. ``agree`` makes boundaries common to the ranks of an engine: given how many calls
     wait here, it returns how many to run, the same on every rank. Every rank must make the same
-    calls in the same order, and a call that was given up keeps its place.
+    calls in the same order, and a call that was given up keeps its place. With several ranks, one
+    thread of each drives and calls: a thread that comes back by itself, or the only one there is.
     """
 
     def __init__(self, agree: Callable[[int], int] | None = None) -> None:
@@ -74,8 +87,9 @@ class StepBoundary:
         try:
             self._wait(call, deadline)
         except BaseException:
-            call.is_given_up = True
-            raise
+            # One that has begun counts: what it did is what is said, if it ends in as much time again.
+            if call.give_up() or not call.is_done.wait(deadline.limit_s):
+                raise
         if call.error is not None:
             raise call.error
         result: Result = call.result

@@ -7,8 +7,6 @@ order. *Serving*: ``start`` gives it a thread of its own, and any thread may cal
 
 from __future__ import annotations
 
-import logging
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from queue import Empty
@@ -21,22 +19,22 @@ from engine_adapter.core.boundary import StepBoundary
 from engine_adapter.core.engine_config import AttentionKind, EngineConfig, build_attention
 from engine_adapter.core.kv_cache import KvCache, KvShape
 from engine_adapter.core.ledger import Ledger
+from engine_adapter.core.loop import IDLE_S, POLL_S, EngineLoop
 from engine_adapter.core.model import DecoderModel
 from engine_adapter.core.pages import WeightVersion
 from engine_adapter.core.parallel import ALONE, Group
+from engine_adapter.core.plan import StepPlan
 from engine_adapter.core.products import Products
 from engine_adapter.core.request import FinishReason, Request, RequestOutput
 from engine_adapter.core.request_builder import Prompt, RequestBuilder
 from engine_adapter.core.runner import ModelRunner
 from engine_adapter.core.sampling_params import SamplingParams
-from engine_adapter.core.scheduler import Scheduler, StepPlan
+from engine_adapter.core.scheduler import Scheduler
 from engine_adapter.core.shards import Shards
 from engine_adapter.core.submission import StreamChunk, Submission
 from engine_adapter.core.text import Tokenizer, load_tokenizer
 from weightsync.deadline import Deadline
 from weightsync.errors import (
-    ConfigError,
-    DeadlineError,
     PeerLostError,
     RequestFailedError,
     TaintedError,
@@ -44,10 +42,6 @@ from weightsync.errors import (
 from weightsync.types import PauseMode
 
 Result = TypeVar("Result")
-
-_log = logging.getLogger(__name__)
-_IDLE_S = 0.05  # a thread with nothing to do looks again after this, or when woken
-_POLL_S = 0.002  # streams, and ranks that wait for each other, look more often
 
 
 class Engine:
@@ -84,12 +78,10 @@ class Engine:
         )
         self._ledger = Ledger(self.scheduler)
         self._refusal: str | None = None
-        self._is_held = False
-        self._is_hold_wanted = False  # a call that was given up may run late: it must not hold
-        self._hold_lock = threading.Lock()
         self._agreed_refusal: str | None = None  # of any rank, as of this step
-        self._thread: threading.Thread | None = None
-        self._is_stopping = False
+        self._is_held = False
+        idle_s = IDLE_S if group.size == 1 else POLL_S
+        self._loop = EngineLoop(self.step, self._boundary, self._lose, idle_s)
 
     @classmethod
     def from_pretrained(
@@ -232,24 +224,20 @@ class Engine:
             was_paused = self.scheduler.is_paused
             self._ledger.pause(mode)
             self.scheduler.is_paused = was_paused
-            with self._hold_lock:
-                self._is_held = self._is_hold_wanted
+            self._is_held = True
 
-        self._is_hold_wanted = True
         self.at_boundary(act, limit_s=limit_s)
 
     def release(self) -> None:
         """End :meth:`hold`; harmless when nothing is held."""
-
-        def act() -> None:
-            with self._hold_lock:
-                self._is_hold_wanted = self._is_held = False
-
         if self._group.size == 1:
-            act()  # at once: a step that hangs must not keep an update from being given up
+            self._let_go()  # at once: a step that hangs must not keep an update from being given up
         else:
-            self.at_boundary(act)  # after the same step on every rank
+            self.at_boundary(self._let_go)  # after the same step on every rank
         self._boundary.wake()
+
+    def _let_go(self) -> None:
+        self._is_held = False
 
     def flush_cache(self) -> int:
         """Forget cached prefixes; returns their pages. Refused while requests hold KV."""
@@ -290,26 +278,11 @@ class Engine:
 
     def start(self) -> None:
         """Give the engine its own thread; :meth:`stop` ends it."""
-        if self._thread is not None:
-            raise ConfigError("the engine has been started already")
-        self._is_stopping = False
-        self._boundary.has_driver = True
-        self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
-        self._thread.start()
+        self._loop.start()
 
     def stop(self, *, limit_s: float = 60.0) -> None:
         """End the engine's thread after its step; requests that still run stay where they are."""
-        if self._thread is None:
-            return
-        if self._thread.is_alive():  # at a boundary, so that ranks stop after the same step
-            self.at_boundary(self._note_stop, limit_s=limit_s)
-        self._thread.join(limit_s)
-        if self._thread.is_alive():
-            raise DeadlineError("the engine", "stop", limit_s, limit_s)
-        self._thread = None
-
-    def _note_stop(self) -> None:
-        self._is_stopping = True
+        self._loop.stop(limit_s)
 
     def __enter__(self) -> Self:
         self.start()
@@ -357,32 +330,15 @@ class Engine:
         """Get on with it: a step of ours, or a moment of waiting for the engine's thread."""
         deadline.check()
         if self._boundary.has_driver:
-            submission.is_done.wait(
-                deadline.slice_s(_IDLE_S if submission.chunks is None else _POLL_S)
-            )
+            slice_s = IDLE_S if submission.chunks is None else POLL_S
+            submission.is_done.wait(deadline.slice_s(slice_s))
         elif not self.step() and not submission.is_done.is_set():
-            self._idle()
+            self._boundary.wait_for_work(self._loop.idle_s)
 
-    def _idle(self) -> None:
-        self._boundary.wait_for_work(_IDLE_S if self._group.size == 1 else _POLL_S)
-
-    def _serve(self) -> None:
-        try:
-            while not self._is_stopping:
-                try:
-                    is_busy = self.step()
-                except PeerLostError as error:
-                    _log.exception("the engine stops")
-                    self.refuse(str(error))
-                    self._ledger.fail_all(_refused(str(error)))
-                    return
-                except Exception:  # its requests have failed by name; others go on
-                    _log.exception("a step of the engine failed")
-                    continue
-                if not is_busy and not self._is_stopping:
-                    self._idle()
-        finally:
-            self._boundary.has_driver = False
+    def _lose(self, error: PeerLostError) -> None:
+        """A rank is gone: nobody may wait for it."""
+        self.refuse(str(error))
+        self._ledger.fail_all(_refused(str(error)))
 
     def _chunks(self, submission: Submission, deadline: Deadline) -> Iterator[StreamChunk]:
         chunks = submission.chunks

@@ -13,7 +13,7 @@ import torch
 from engine_adapter.core.attention import Attention, PagedAttention, ReferenceAttention
 from engine_adapter.core.kv_cache import DEFAULT_PAGE_SIZE
 from engine_adapter.core.pages import PrefixReuse
-from engine_adapter.core.scheduler import SchedulerLimits
+from engine_adapter.core.plan import SchedulerLimits
 from weightsync.errors import ConfigError
 
 DEFAULT_KV_CACHE_TOKENS = 32_768

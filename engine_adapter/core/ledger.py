@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from engine_adapter.core.plan import StepPlan
 from engine_adapter.core.request import FinishReason, Request, TokenLogProbs
-from engine_adapter.core.scheduler import Scheduler, StepPlan
+from engine_adapter.core.scheduler import Scheduler
 from engine_adapter.core.submission import Sample, Submission
 from weightsync.types import PauseMode
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import cast
 
+from engine_adapter.core.plan import SchedulerLimits
 from engine_adapter.core.request import Request, RequestKind
 from engine_adapter.core.sampling_params import SamplingParams
-from engine_adapter.core.scheduler import SchedulerLimits
 from engine_adapter.core.text import Tokenizer
 from weightsync.errors import ConfigError
 
@@ -34,7 +35,7 @@ class RequestBuilder:
         self._eos_token_ids = tuple(eos_token_ids)
         self._tokenizer = tokenizer
         self._seed = seed
-        self._num_requests = 0
+        self._numbers = itertools.count(1)  # one step of it is atomic: several threads submit
 
     def build(
         self,
@@ -62,14 +63,15 @@ class RequestBuilder:
             tokens = self._tokens(sequence, index)
             if len(tokens) < 2:
                 raise ConfigError(f"sequence {index} has one token: there is nothing to score")
-            name = self._name()
+            name = f"r{next(self._numbers)}"
             requests.append(Request(name, tokens, choice, 0, kind=RequestKind.SCORE))
         return requests
 
     def _samples(self, tokens: list[int], params: SamplingParams) -> list[Request]:
         self._check_params(params)
-        name = self._name()
-        seed = self._draw_seed() if params.seed is None else params.seed
+        number = next(self._numbers)
+        drawn = self._seed + number * _SEED_STRIDE
+        seed = drawn if params.seed is None else params.seed
         max_tokens = params.max_tokens
         if max_tokens is None:
             room = min(self._limits.max_context, self._limits.cache_tokens) - len(tokens)
@@ -78,7 +80,7 @@ class RequestBuilder:
         for index in range(params.n):
             samples.append(
                 Request(
-                    name,
+                    f"r{number}",
                     tokens,
                     params,
                     max_tokens,
@@ -89,13 +91,6 @@ class RequestBuilder:
                 )
             )
         return samples
-
-    def _name(self) -> str:
-        self._num_requests += 1
-        return f"r{self._num_requests}"
-
-    def _draw_seed(self) -> int:
-        return (self._seed + self._num_requests * _SEED_STRIDE) % _NUM_SEEDS
 
     def _check_params(self, params: SamplingParams) -> None:
         if params.stop_strings and self._tokenizer is None:

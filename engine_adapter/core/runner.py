@@ -11,9 +11,9 @@ from torch import Tensor
 from engine_adapter.core.attention import Attention
 from engine_adapter.core.batch import NO_SLOT, StepBatch, padded_rows
 from engine_adapter.core.kv_cache import KvCache
+from engine_adapter.core.plan import StepPlan
 from engine_adapter.core.request import Request, RequestKind, TokenLogProbs
 from engine_adapter.core.sampling import SampleRow, sample
-from engine_adapter.core.scheduler import StepPlan
 
 
 class StepModel(Protocol):

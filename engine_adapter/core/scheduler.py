@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from engine_adapter.core.pages import (
     CachedPage,
@@ -22,6 +21,7 @@ from engine_adapter.core.pages import (
     page_key,
     root_key,
 )
+from engine_adapter.core.plan import SchedulerLimits, StepDraft, StepPlan
 from engine_adapter.core.request import (
     FinishReason,
     Request,
@@ -31,56 +31,6 @@ from engine_adapter.core.request import (
 )
 from weightsync.errors import BusyError, CapacityError, ConfigError
 from weightsync.types import PauseMode
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerLimits:
-    """Counts that bound memory and the work of a step."""
-
-    num_pages: int
-    page_size: int  # tokens
-    max_context: int  # tokens of prompt and output together that the model allows
-    max_running: int = 256  # requests with KV
-    max_waiting: int = 4096
-    max_step_tokens: int = 2048
-    max_logit_rows: int = 512  # rows of a step whose logits are wanted
-
-    def __post_init__(self) -> None:
-        for name in self.__slots__:
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)}: expected at least 1")
-        if self.max_logit_rows < self.max_running:
-            raise ConfigError(
-                f"max_logit_rows={self.max_logit_rows} is below max_running={self.max_running}: "
-                "every running request may want a row"
-            )
-
-    @property
-    def cache_tokens(self) -> int:
-        return self.num_pages * self.page_size
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """The next ``count`` tokens of a request, from ``first`` on; ``wanted_rows`` of them, counted
-    from the first, are those whose logits are wanted."""
-
-    request: Request
-    first: int
-    count: int
-    wanted_rows: range
-
-
-@dataclass(frozen=True, slots=True)
-class StepPlan:
-    """One step: chunks in the order of its rows; ``version`` is what its tokens are labelled with."""
-
-    chunks: tuple[Chunk, ...]
-    version: WeightVersion
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(chunk.count for chunk in self.chunks)
 
 
 class Scheduler:
@@ -186,7 +136,7 @@ class Scheduler:
         """The next step, or None if there is nothing to do or the engine is paused."""
         if self.is_paused:
             return None
-        step = _Step(self.limits.max_step_tokens, self.limits.max_logit_rows)
+        step = StepDraft(self.limits.max_step_tokens, self.limits.max_logit_rows)
         was_full = False
         # Decodes first, so that a long prompt does not hold them up.
         for is_decode in (True, False):
@@ -242,7 +192,7 @@ class Scheduler:
 
     # --- parts of plan ------------------------------------------------------------------------------------
 
-    def _extend(self, request: Request, step: _Step) -> bool:
+    def _extend(self, request: Request, step: StepDraft) -> bool:
         """Plan the next tokens of a running request; False if pages were short."""
         count = step.room_for(request)
         if count == 0:
@@ -268,7 +218,7 @@ class Scheduler:
         request.pages.extend(pages)
         return True
 
-    def _admit(self, step: _Step) -> None:
+    def _admit(self, step: StepDraft) -> None:
         held_back: list[Request] = []
         while self.waiting and len(self.running) < self.limits.max_running:
             request = self.waiting[0]
@@ -290,7 +240,7 @@ class Scheduler:
             and self.prefix_reuse is not PrefixReuse.NEVER
         )
 
-    def _admit_one(self, request: Request, step: _Step) -> bool:
+    def _admit_one(self, request: Request, step: StepDraft) -> bool:
         keys, shared = self._find_prefix(request)
         # Room for all its tokens, so that one that was retracted does not come back too soon.
         num_pages = -(-request.num_tokens // self.limits.page_size) - len(shared)
@@ -356,41 +306,3 @@ class Scheduler:
             # Of its oldest token: a page that spans a change of version is as stale as that.
             oldest = next(s.version for s in request.kv_spans if index * size < s.end)
             self.pool.remember(request.pages[index], CachedPage(key, oldest))
-
-
-class _Step:
-    """A step in the making: its chunks, and the room that is left."""
-
-    def __init__(self, max_tokens: int, max_logit_rows: int) -> None:
-        self.chunks: list[Chunk] = []
-        self._tokens_left = max_tokens
-        self._rows_left = max_logit_rows
-
-    @property
-    def is_full(self) -> bool:
-        return self._tokens_left == 0 or self._rows_left == 0
-
-    def room_for(self, request: Request) -> int:
-        """How many of its next tokens fit."""
-        count = min(request.num_uncomputed, self._tokens_left)
-        if request.kind is RequestKind.SCORE:
-            already = max(0, len(request.results) - request.num_computed)
-            return min(count, already + self._rows_left)
-        return count if self._rows_left else 0
-
-    def put(self, request: Request, count: int) -> None:
-        if count:
-            wanted = request.wanted_rows(count)
-            chunk = Chunk(request, request.num_computed, count, wanted)
-            self.chunks.append(chunk)
-            self._tokens_left -= count
-            self._rows_left -= len(chunk.wanted_rows)
-
-    def withdraw(self, request: Request) -> None:
-        """Its chunk, if it has one, is planned no more."""
-        for chunk in self.chunks:
-            if chunk.request is request:
-                self.chunks.remove(chunk)
-                self._tokens_left += chunk.count
-                self._rows_left += len(chunk.wanted_rows)
-                return

@@ -69,6 +69,25 @@ def test_bench_proves_and_reports(
     assert "verified" in done.stdout
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("model", ["tiny", "tiny-moe"])
+def test_the_core_is_refitted_while_it_generates(cache: Path, tmp_path: Path, model: str) -> None:
+    json_file = tmp_path / "bench.json"
+    done = _weightsync(
+        cache, "bench", "--engine", "core", "--transport", "ipc", "--model", model,
+        "--repeat", "2", "--json", str(json_file),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(json_file.read_text())
+    assert result["engine"] == "core"
+    assert result["verified"] is True
+    traffic = result["traffic"]
+    assert traffic["failures"] == []
+    assert traffic["num_tokens"] == 48 * traffic["num_requests"] > 0
+    assert set(traffic["versions"]) & {1, 2, 3}
+    assert "none failed" in done.stdout
+
+
 @pytest.mark.timeout(120)
 def test_doctor_says_what_works() -> None:
     done = _weightsync(Path("/nonexistent"), "doctor", "--json")

@@ -297,7 +297,7 @@ def test_many_threads_share_a_started_engine(bf16: Path, tmp_path: Path) -> None
     assert all(same(found[i], wanted[i]) for i in range(len(lengths)))
     assert streamed[-1].output is not None
     assert same(streamed[-1].output, wanted[0])
-    assert engine._thread is None
+    assert not engine._loop.is_started
 
 
 def test_calls_at_a_boundary_come_back_with_result_or_error(bf16: Path) -> None:

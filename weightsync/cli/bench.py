@@ -15,7 +15,8 @@ from weightsync.types import BUCKET_ALIGNMENT_BYTES, ContractChoice, Placement, 
 MIN_UPDATES = 4
 
 _EPILOG = """\
-A trainer process holds the model, an engine process holds the same model with other weights. Before
+A trainer process holds the model, an engine process holds the same model with other weights (with
+--engine core it generates all the while, which takes its share of the machine). Before
 every repeat the trainer changes every tensor; after every repeat each side digests its own live
 tensors, and both lists must agree; a model that was drawn on a GPU is also drawn anew, tensor by
 tensor, and compared with the engine's bit for bit. GB = 10^9 bytes, GiB = 2^30. Exit status: 0; 1 not
@@ -74,7 +75,11 @@ def add_parser(commands: Any) -> None:
         help="cuda, cuda:1, ...: one GPU holds both models, drawn there (default: %(default)s)",
     )
     parser.add_argument(
-        "--engine", choices=["module"], default="module", help="default: %(default)s"
+        "--engine",
+        choices=["module", "core"],
+        default="module",
+        help="what is refitted: a module, or the bundled core while it generates "
+        "(default: %(default)s)",
     )
     parser.add_argument(
         "--placement",

@@ -55,6 +55,7 @@ class Measured:
     is_verified: bool = True
     num_tensors: int = 0
     total_bytes: int = 0
+    traffic: dict[str, Any] | None = None  # of an engine that generates
 
 
 def summarise(settings: BenchSettings, choice: ModelChoice, measured: Measured) -> dict[str, Any]:
@@ -67,8 +68,9 @@ def summarise(settings: BenchSettings, choice: ModelChoice, measured: Measured) 
         sum(r["phases"].get(stage, 0.0) for stage in STAGES) for r in measured.refits
     )
     rate = measured.total_bytes / median_s / 1e9
+    served = {} if measured.traffic is None else {"traffic": measured.traffic}
     staged_bytes = measured.total_bytes if settings.placement == Placement.STAGED.value else 0
-    return {
+    return served | {
         "transport": settings.transport,
         "device": settings.device,
         "engine": settings.engine,
@@ -96,11 +98,18 @@ def summarise(settings: BenchSettings, choice: ModelChoice, measured: Measured) 
         "engine_extra_bytes": measured.engine_extra_bytes,
         "device_extra_bytes": measured.device_extra_bytes,
         "placement_bytes": staged_bytes,
-        "verified": measured.is_verified and not measured.num_different,
+        "verified": _is_verified(measured),
         "num_tensors_that_differ": measured.num_different,
         "growth": measured.growth,
         "versions": versions(),
     }
+
+
+def _is_verified(measured: Measured) -> bool:
+    """Every bit arrived, and whoever asked the engine during the refits got an answer."""
+    traffic = measured.traffic
+    is_served = traffic is None or (not traffic["failures"] and traffic["num_tokens"] > 0)
+    return measured.is_verified and not measured.num_different and is_served
 
 
 def _bucket_bytes(settings: BenchSettings) -> int:

@@ -49,12 +49,25 @@ def table(result: Mapping[str, Any]) -> str:
     lines += ["", *_limits(result)]
     if result["growth"] is not None:
         lines += [_row("growth", text) for text in describe(result["growth"])]
-    lines += ["", _row("verified", _verdict(result))]
+    lines.append("")
+    if "traffic" in result:
+        lines.append(_row("traffic", _served(result["traffic"])))
+    lines.append(_row("verified", _verdict(result)))
     return "\n".join(lines)
 
 
 def _row(name: str, value: str) -> str:
     return f"{name:<{_WIDTH}}{value}"
+
+
+def _served(traffic: Mapping[str, Any]) -> str:
+    if traffic["failures"]:
+        return f"FAILED: {traffic['failures'][0]}"
+    return (
+        f"{traffic['num_tokens']:,} tokens of {traffic['num_requests']:,} requests, none failed, "
+        f"under versions {', '.join(map(str, traffic['versions']))} "
+        f"({traffic['tokens_per_s']:,.0f} tokens/s)"
+    )
 
 
 def _verdict(result: Mapping[str, Any]) -> str:
@@ -64,6 +77,8 @@ def _verdict(result: Mapping[str, Any]) -> str:
         return f"yes: the engine's live tensors digest as the trainer's, after every refit{also}"
     if different:
         return f"NO: {different} tensors of the engine are not what was drawn"
+    if "traffic" in result and result["traffic"]["failures"]:
+        return "NO: the engine did not serve all the while"
     return "NO: digests of the engine's live tensors differ from the trainer's"
 
 

@@ -82,7 +82,8 @@ def _measure(
     if settings.device != CPU:
         check_device_room(choice, settings.placement, room["room_bytes"])
     trainer.send("load", choice=asdict(choice), mask=0)
-    engine.call("load", choice=asdict(choice), mask=ENGINE_MASK)
+    load = "load_core" if settings.engine == "core" else "load"
+    engine.call(load, choice=asdict(choice), mask=ENGINE_MASK)
     trainer.answer("load")
     measured = Measured()
     _change(trainer, measured, 0)  # its own pages, not the file's, before memory is watched
@@ -98,6 +99,8 @@ def _measure(
     connected = trainer.call("connect", url=url, options=options)
     measured.connect_s = connected["connect_s"]
 
+    if settings.engine == "core":
+        engine.call("start_traffic")
     # The first refit pays for plan, registration and staging memory.
     measured.first = _refit(trainer, engine, measured, version=1, is_sampled=False)
     for i in range(settings.repeat):
@@ -106,6 +109,8 @@ def _measure(
         measured.ceilings.append(ceiling["gb_per_s"])
         measured.ceiling = ceiling["what"]
         measured.refits.append(_refit(trainer, engine, measured, version=i + 2))
+    if settings.engine == "core":
+        measured.traffic = engine.call("stop_traffic")
     trainer.call("drop_ceiling")
     last = _measure_scopes(trainer, measured, settings.repeat + 2)
     connection = {"url": url, "options": options}

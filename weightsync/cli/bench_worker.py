@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
+from weightsync.cli.bench_core import Traffic, open_engine
 from weightsync.cli.bench_device import BenchDevice, HostDevice, bench_device
 from weightsync.cli.bench_growth import held_here
 from weightsync.cli.bench_model import ModelChoice, change_all
@@ -61,18 +62,41 @@ class _Worker:
 
 
 class EngineWorker(_Worker):
-    """Holds the live module; a receiver serves it."""
+    """Holds the live module, or the core; a receiver serves it."""
 
     def __init__(self) -> None:
         super().__init__()
         self._adapter: Any = None
         self._receiver: Any = None
+        self._core: Any = None
+        self._traffic: Traffic | None = None
+
+    def load_core(self, choice: Mapping[str, Any], mask: int) -> dict[str, Any]:
+        self._core = open_engine(ModelChoice(**choice), mask)
+        return {}
+
+    def start_traffic(self) -> dict[str, Any]:
+        self._traffic = Traffic(self._core)
+        return {}
+
+    def stop_traffic(self) -> dict[str, Any]:
+        if self._traffic is None:
+            raise ConfigError("no traffic was started")
+        traffic, self._traffic = self._traffic, None
+        return traffic.stop()
 
     def serve(self) -> dict[str, Any]:
-        from engine_adapter.module import ModuleAdapter
         from weightsync.receiver import Receiver
 
-        self._adapter = ModuleAdapter(self.module)
+        if self._core is None:
+            from engine_adapter.module import ModuleAdapter
+
+            self._adapter = ModuleAdapter(self.module)
+        else:
+            from engine_adapter.bundled import BundledAdapter
+
+            self._adapter = BundledAdapter(self._core)
+            self._core.start()
         self._receiver = Receiver(self._adapter).start()
         return {"url": self._receiver.url}
 
@@ -87,8 +111,12 @@ class EngineWorker(_Worker):
         return {"num_different": self.device.num_different(self.module, preset, mask)}
 
     def stop(self) -> dict[str, Any]:
+        if self._traffic is not None:
+            self.stop_traffic()
         if self._receiver is not None:
             self._receiver.close()
+        if self._core is not None:
+            self._core.stop()
         return {}
 
 
