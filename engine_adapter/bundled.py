@@ -23,6 +23,7 @@ from weightsync.layout import Layout
 from weightsync.session import SessionSpec, Version
 from weightsync.tensors import view_of
 from weightsync.types import PauseMode, RegionAddress, SlotKind
+from weightsync.watch import Look
 
 _DIGEST_THREADS = 2
 
@@ -68,6 +69,10 @@ class BundledAdapter:
     def fingerprint(self) -> Mapping[str, Fingerprint]:
         """Of every tensor that the model can reach now, by the path to it."""
         return self._slots.fingerprint()
+
+    def moved(self, look: Look) -> Sequence[str]:
+        """See :meth:`SlotTable.moved`."""
+        return self._slots.moved(look)
 
     def begin_update(self, spec: SessionSpec) -> None:
         self._scope = spec.scope.names

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -16,10 +16,11 @@ from engine_adapter.core.reach import reachable_tensors
 from engine_adapter.core.shards import Shards
 from engine_adapter.core.slots import SlotTable, join_layouts
 from engine_adapter.core.weights import storage_specs
-from weightsync.errors import ConfigError, IntegrityError, LayoutError, ShapeMismatchError
+from weightsync.errors import ConfigError, LayoutError, ShapeMismatchError
 from weightsync.plan import make_plan
 from weightsync.transports import get_transport
 from weightsync.types import Box, SlotKind
+from weightsync.watch import Look
 
 
 def config_of(variant: str) -> ModelConfig:
@@ -248,14 +249,14 @@ def test_registration_is_checked() -> None:
     with pytest.raises(ConfigError, match="registered already"):
         slots.add_constant("rope.cos", torch.zeros(1))
     with pytest.raises(ConfigError, match="are not sealed"):
-        slots.check_sealed("now")
+        slots.moved(Look.IDENTITY)
 
 
 def test_sealing_accepts_what_is_registered_and_names_what_is_not() -> None:
     planted = Planted(blank("moe-mixed"))
     slots = planted.model.slots
     slots.seal(planted)
-    slots.check_sealed("at once")
+    assert [slots.moved(look) for look in Look] == [[], []]
     with pytest.raises(ConfigError, match="comes too late"):
         slots.add_constant("late", torch.zeros(1))
     for plant in (
@@ -282,16 +283,30 @@ def test_a_moved_tensor_shows_by_name() -> None:
     model, slots = planted.model, planted.model.slots
     slots.seal(planted)
     fill(slots, seed=1)
-    slots.check_sealed("after writes")
+    assert [slots.moved(look) for look in Look] == [[], []]
     kept = model.layers[0].attention.qkv
     model.layers[0].attention.qkv = kept.clone()
-    with pytest.raises(IntegrityError, match=r"after an update: 1 .*layers\[0\]\.attention\.qkv"):
-        slots.check_sealed("after an update")
+    path = "Planted.model.layers[0].attention.qkv"
+    assert [slots.moved(look) for look in Look] == [[path]] * 2
     model.layers[0].attention.qkv = kept
-    slots.check_sealed("restored")
+    assert [slots.moved(look) for look in Look] == [[], []]
     planted.half = planted.half.clone()
-    with pytest.raises(IntegrityError, match=r"Planted\.half"):
-        slots.check_sealed("after an update")
+    assert [slots.moved(look) for look in Look] == [["Planted.half"]] * 2
+
+
+def test_what_only_a_close_look_sees() -> None:
+    model = blank()
+    model.slots.seal(model)
+    model.layers[0] = replace(model.layers[0], post_norm=torch.ones(64))
+    assert model.slots.moved(Look.IDENTITY) == []
+    assert model.slots.moved(Look.EVERYTHING) == ["DecoderModel.layers[0].post_norm"]
+
+
+def test_a_tensor_whose_memory_was_swapped_shows() -> None:
+    model = blank()
+    model.slots.seal(model)
+    model.norm.set_(torch.ones(64, dtype=torch.bfloat16))
+    assert "DecoderModel.norm" in model.slots.moved(Look.IDENTITY)
 
 
 def test_tensors_are_reached_once_and_through_everything() -> None:
@@ -313,7 +328,7 @@ def test_tensors_are_reached_once_and_through_everything() -> None:
 
     root: dict[str, Any] = {"odd": Odd(), "again": shared, "method": Odd().method, "f": closure}
     root["self"] = root
-    found = [t for _, t in reachable_tensors(root)]
+    found = [held.value for held in reachable_tensors(root)]
     assert len(found) == 2
     assert any(t is shared for t in found)
     assert any(t is inner for t in found)

@@ -36,6 +36,8 @@ def run_bench(settings: BenchSettings) -> int:
     """Measure, print the table, write the files; the exit status."""
     choice = choose_model(settings.model)
     check_packages(settings, choice)
+    if settings.engine == "core" and settings.device != CPU:
+        raise ConfigError(f"--engine core runs on the CPU, not on {settings.device}")
     if settings.device == CPU:
         check_room(choice, settings.placement, settings.bucket)
         choice = ready_checkpoint(choice)

@@ -73,7 +73,7 @@ class EngineWorker(_Worker):
 
     def load_core(self, choice: Mapping[str, Any], mask: int) -> dict[str, Any]:
         self._core = open_engine(ModelChoice(**choice), mask)
-        return {}
+        return {"device_used_bytes": self.device.used_bytes()}
 
     def start_traffic(self) -> dict[str, Any]:
         self._traffic = Traffic(self._core)
