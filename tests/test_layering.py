@@ -19,7 +19,8 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("weightsync.cli",),
     ("weightsync.sender", "weightsync.receiver", "weightsync.facade", "engine_adapter"),
     (
-        "weightsync.link", "weightsync.rank_work", "weightsync.sources", "weightsync.session",
+        "weightsync.link", "weightsync.rank_work", "weightsync.rank_moves", "weightsync.rank_digests",
+        "weightsync.rank_session", "weightsync.sources", "weightsync.session",
         "weightsync.session_leader", "weightsync.session_rank", "weightsync.control",
         "weightsync.messages", "weightsync.http_wire", "weightsync.report", "weightsync.options",
     ),
@@ -32,7 +33,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
         "weightsync.native_cuda", "weightsync.native_linear", "weightsync.native_sampling",
         "weightsync.device_tables", "weightsync.slot_pack",
         "weightsync.codec",
-        "weightsync.checkpoints", "weightsync.presets",
+        "weightsync.checkpoints", "weightsync.presets", "weightsync.kept",
     ),
     ("weightsync.deadline", "weightsync.config", "weightsync.faults", "weightsync.types",
      "weightsync.errors", "weightsync.packages"),
