@@ -29,7 +29,7 @@ class Ring:
     def __init__(self, header: SlotHeader, memory: Any) -> None:
         self.header, self.memory = header, memory
 
-    def stream(self, deadline: Any) -> Ring:
+    def stream(self, deadline: Any, device: str = "cpu") -> Ring:
         return self
 
     def begin_move(self, session_id: str) -> None:
