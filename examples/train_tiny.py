@@ -39,19 +39,60 @@ NUM_HELD_OUT = 1000
 # The split belongs to the task, not to a run: no seed may train on what another one is judged by.
 SPLIT_SEED = 20_240_607
 ANSWER_TOKENS = NUM_DIGITS + 2  # the sum has one more digit than an operand; then the line feed
-CACHE_NAME = "trained-tiny-v1"  # raise the number whenever what is trained changes
+CACHE_NAME = "trained-tiny-v2"  # raise the number whenever what is trained changes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingConfig:
-    """How to train; the defaults take about three minutes on two cores."""
+    """How to train; the defaults take less than a minute on two cores.
 
-    num_steps: int = 1000
+    ``matrix_learning_rate`` is that of the layers' matrices, ``learning_rate`` of all the rest.
+    """
+
+    num_steps: int = 260
     batch_size: int = 64
+    matrix_learning_rate: float = 0.02
     learning_rate: float = 3e-3
-    num_warmup_steps: int = 30
+    num_warmup_steps: int = 20
     seed: int = 0
-    log_every: int = 50
+    log_every: int = 20
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum whose every step is made orthogonal, for matrices (Jordan et al. 2024, "Muon").
+
+    It needs a quarter of AdamW's steps here. Orthogonal by five quintic Newton-Schulz iterations
+    with the published coefficients, in float32: torch's own works in bfloat16, which is slow on
+    machines that have no instructions for it.
+    """
+
+    def __init__(self, matrices: Sequence[torch.Tensor], lr: float, weight_decay: float) -> None:
+        super().__init__(list(matrices), {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One step for every matrix with a gradient."""
+        for group in self.param_groups:
+            for matrix in group["params"]:
+                if matrix.grad is None:
+                    continue
+                momentum = self.state[matrix].setdefault("momentum", torch.zeros_like(matrix))
+                momentum.mul_(0.95).add_(matrix.grad)
+                update = _orthogonal(matrix.grad + 0.95 * momentum)
+                rows, columns = matrix.shape
+                matrix.mul_(1.0 - group["lr"] * group["weight_decay"])
+                matrix.sub_(update, alpha=group["lr"] * math.sqrt(max(1.0, rows / columns)))
+
+
+def _orthogonal(matrix: torch.Tensor) -> torch.Tensor:
+    """Nearly the orthogonal factor of ``matrix``: singular values of about 1."""
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    found: torch.Tensor = matrix.T if is_tall else matrix
+    found = found / (found.norm() + 1e-7)
+    for _ in range(5):
+        gram = found @ found.T
+        found = 3.4445 * found + (-4.7750 * gram + 2.0315 * gram @ gram) @ found
+    return found.T if is_tall else found
 
 
 def trained_preset() -> ModelPreset:
@@ -106,9 +147,9 @@ def answer_log_probs(model: torch.nn.Module, problems: Sequence[str]) -> torch.T
 def mean_log_prob(model: torch.nn.Module, problems: Sequence[str]) -> float:
     """Return the mean log-probability, in nats, of a token of the correct answers.
 
-    About -0.005 for the trained weights, below -1 once a matrix is stale or scrambled; a permuted
-    norm hardly shows. ``problems`` are lines such as :func:`split_problems` gives; the model may
-    be on any device.
+    About -0.018 for the trained weights, -0.07 or less once any matrix is replaced by noise; a
+    permuted norm hardly shows. ``problems`` are lines such as :func:`split_problems` gives; the
+    model may be on any device.
     """
     log_probs = answer_log_probs(model, problems)
     answers = encode(problems)[:, -ANSWER_TOKENS:].to(log_probs.device)
@@ -133,10 +174,10 @@ def train(config: TrainingConfig) -> tuple[torch.nn.Module, list[float]]:
     shape = trained_preset().config() | {"torch_dtype": "float32"}
     model: Any = transformers.Qwen3ForCausalLM(transformers.Qwen3Config.from_dict(shape))
     model.train()
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=config.learning_rate, betas=(0.9, 0.98), weight_decay=0.1
-    )
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, config))
+    optimizers = _optimizers(model, config)
+    schedules = [
+        torch.optim.lr_scheduler.LambdaLR(o, lambda step: _rate(step, config)) for o in optimizers
+    ]
     tokens = encode(split_problems()[0])
     picks = np.random.default_rng(config.seed)
     losses: list[float] = []
@@ -146,16 +187,28 @@ def train(config: TrainingConfig) -> tuple[torch.nn.Module, list[float]]:
         loss = torch.nn.functional.cross_entropy(
             logits.flatten(0, 1), batch[:, -ANSWER_TOKENS:].flatten()
         )
-        optimizer.zero_grad()
+        model.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
+        for optimizer in optimizers:
+            optimizer.step()
+        for schedule in schedules:
+            schedule.step()
         losses.append(loss.item())
         if step % config.log_every == 0:
             print(f"step {step}/{config.num_steps}: loss {losses[-1]:.4f}", flush=True)
     trained: torch.nn.Module = model.eval()
     return trained, losses
+
+
+def _optimizers(model: torch.nn.Module, config: TrainingConfig) -> list[torch.optim.Optimizer]:
+    named = list(model.named_parameters())
+    matrices = [p for name, p in named if p.ndim == 2 and "embed" not in name]
+    others = [p for name, p in named if p.ndim != 2 or "embed" in name]
+    return [
+        Muon(matrices, config.matrix_learning_rate, weight_decay=0.1),
+        torch.optim.AdamW(others, lr=config.learning_rate, betas=(0.9, 0.98), weight_decay=0.0),
+    ]
 
 
 def _rate(step: int, config: TrainingConfig) -> float:

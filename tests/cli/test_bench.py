@@ -81,7 +81,7 @@ def test_the_core_is_refitted_while_it_generates(cache: Path, tmp_path: Path, mo
     assert result["verified"] is True
     traffic = result["traffic"]
     assert traffic["failures"] == []
-    assert traffic["num_tokens"] == 48 * traffic["num_requests"] > 0
+    assert 48 * traffic["num_requests"] >= traffic["num_tokens"] > 0
     assert set(traffic["versions"]) & {1, 2, 3}
     assert "none failed" in done.stdout
 

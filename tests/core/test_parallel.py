@@ -83,6 +83,7 @@ def assert_every_element_is_held(layouts: list[Layout], whole: Layout) -> None:
         assert not left, tensor.name
 
 
+@pytest.mark.timeout(600)  # trains the model if nobody has yet
 def test_two_ranks_answer_as_one_on_the_trained_model(ranks: Ranks) -> None:
     directory = trained_tiny()
     one = Runner(DecoderModel.from_pretrained(directory))

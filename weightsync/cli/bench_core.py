@@ -14,7 +14,7 @@ from weightsync.errors import ConfigError
 _MAX_CONTEXT = 64  # tokens of a request of the traffic
 _PROMPT_TOKENS = 16
 _NUM_PROMPTS = 8  # at a time
-_STOP_LIMIT_S = 300.0
+_STOP_LIMIT_S = 60.0
 
 
 def open_engine(choice: ModelChoice, mask: int) -> Any:
@@ -56,6 +56,7 @@ class Traffic:
 
     def __post_init__(self) -> None:
         self._is_stopping = threading.Event()
+        self._asked: Any = None  # what is in flight
         self._start_s = time.perf_counter()
         self._thread = threading.Thread(target=self._run, name="traffic", daemon=True)
         self._thread.start()
@@ -69,7 +70,10 @@ class Traffic:
                 max_tokens=_MAX_CONTEXT - _PROMPT_TOKENS, ignore_eos=True, seed=asked
             )
             try:
-                outputs = self.engine.generate(self._prompts(asked), params)
+                self._asked = self.engine.submit(self._prompts(asked), params)
+                if self._is_stopping.is_set():
+                    self.engine.abort(self._asked)
+                outputs = self.engine.wait(self._asked)
             except Exception as error:  # shown in the result: what users of the engine would see
                 self.failures.append(f"{type(error).__name__}: {error}")
                 return
@@ -88,8 +92,10 @@ class Traffic:
         return torch.randint(vocab, shape, generator=generator).tolist()
 
     def stop(self) -> dict[str, Any]:
-        """Let the requests in flight end; what was seen, under stable names."""
+        """End the requests in flight; what was seen, under stable names."""
         self._is_stopping.set()
+        if self._asked is not None:
+            self.engine.abort(self._asked)
         self._thread.join(_STOP_LIMIT_S)
         if self._thread.is_alive():
             self.failures.append(f"requests did not end within {_STOP_LIMIT_S:.0f} s")
