@@ -366,6 +366,24 @@ def test_nan_logits_fail_their_request_by_name_and_no_other(bf16: Path) -> None:
     assert engine.scheduler.pool.num_held == 0
 
 
+def test_rows_after_a_failed_one_are_not_reported(bf16: Path) -> None:
+    engine = small_engine(bf16)
+    plain = engine.runner.run
+
+    def damaged(plan: Any) -> Any:
+        found = plain(plan)
+        return [*found[:2], (found[2][0], None), *found[3:]]
+
+    engine.runner.run = damaged  # type: ignore[method-assign]
+    with pytest.raises(
+        RequestFailedError, match="'r1': the logits for its token 3 hold NaN"
+    ) as caught:
+        engine.score(prompts(9))
+    (output,) = caught.value.outputs
+    assert len(output.log_probs) == 2
+    assert output.finish_reason is FinishReason.FAILED
+
+
 def test_a_refusing_engine_fails_everybody_with_the_reason(bf16: Path) -> None:
     engine = small_engine(bf16)
     submission = engine.submit(prompts(20), params())

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from engine_adapter.core.pages import CachedPage, PagePool, PrefixReuse, page_key, root_key
+from engine_adapter.core.plan import StepDraft
 from engine_adapter.core.request import FinishReason, RequestKind, RequestState, VersionSpan
 from engine_adapter.core.scheduler import Scheduler
 from weightsync.errors import BusyError, CapacityError, ConfigError
@@ -79,6 +80,19 @@ def test_an_older_prefill_may_take_the_pages_of_a_younger_decode() -> None:
     world.run()
     world.check_outputs()
     assert young.num_retracted > 0
+
+
+def test_a_chunk_that_is_withdrawn_gives_its_room_back() -> None:
+    draft, found = StepDraft(max_tokens=10, max_logit_rows=2), request("a", range(8))
+    draft.put(found, 8)
+    other = request("b", range(8))
+    assert draft.room_for(other) == 2
+    draft.withdraw(found)
+    assert draft.room_for(other) == 8
+    for waiting in (found, other):
+        draft.put(waiting, draft.room_for(waiting))
+    assert [chunk.count for chunk in draft.chunks] == [8, 2]
+    assert draft.is_full
 
 
 # --- prefixes ----------------------------------------------------------------------------------------
