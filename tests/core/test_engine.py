@@ -66,6 +66,17 @@ def test_outputs_are_those_of_each_prompt_alone(
     assert all(same(a, b) for a, b in zip(again[::-1], expected, strict=True))
 
 
+def test_threads_do_not_make_a_row_depend_on_its_batch(directory: Path) -> None:
+    torch.set_num_threads(3)
+    try:
+        asked = prompts(40, 3, 70)
+        together = small_engine(directory).generate(asked, params(max_tokens=3))
+        for prompt, output in zip(asked, together, strict=True):
+            assert same(output, alone(directory, prompt, max_tokens=3))
+    finally:
+        torch.set_num_threads(1)
+
+
 def test_score_gives_the_bits_that_generate_reported(directory: Path, expected: list[Any]) -> None:
     engine = small_engine(directory, max_step_tokens=50, max_logit_rows=40)
     sequences = [[*o.prompt_token_ids, *o.token_ids] for o in expected]
