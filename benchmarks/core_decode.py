@@ -29,7 +29,8 @@ from engine_adapter.core.sampling_params import SamplingParams
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
 PROMPT_TOKENS = 12
-TOLERANCE = 0.1  # of a log-prob, in bf16
+TOLERANCE = 0.1  # of a log-prob in bf16, and...
+LOGIT_STEP = 1 / 64  # ...of the largest logit, whose neighbours may lie further apart
 SEED = 3
 
 
@@ -93,8 +94,9 @@ class Peers:
             [r.log_prob for r in o.log_probs] for o in self.core.score(sequences)
         ])  # fmt: skip
         largest = float((found - expected).abs().max())
-        if largest > TOLERANCE:
-            raise SystemExit(f"log-probs differ by {largest} from transformers', limit {TOLERANCE}")
+        limit = TOLERANCE + LOGIT_STEP * float(logits.abs().max())
+        if largest > limit:
+            raise SystemExit(f"log-probs differ by {largest} from transformers', limit {limit}")
         together = self.core.generate(list(prompts), self.params)
         for prompt, output in zip(prompts, together, strict=True):
             (alone,) = self.core.generate([list(prompt)], self.params)

@@ -6,8 +6,13 @@ tensor.
 
     raw               NIXL alone, as many bytes in descriptors of 1 GiB, prepared once: a device copy
     raw per tensor    NIXL alone, a descriptor a tensor
-    direct            ours: merged reads, straight or through windows, prepared once
-    stream            ours: slots packed by the trainer, read, and unpacked here
+    direct            ours, as it is within one machine: one launch over mapped memory
+    direct, nixl      ours, as between machines: merged reads, straight or through windows
+    stream            ours, within one machine: slots packed by the trainer, unpacked where they are
+    stream, nixl      ours, as between machines: slots packed, read, and unpacked
+
+Settings of UCX are of a process, so that raw NIXL has ours too; UCX_CUDA_IPC_CACHE=y in the environment
+gives all candidates UCX's own cache of mappings, which it never lets go of.
 
     python benchmarks/p2p_cuda.py [--tiny] [--model NAME ...] [--rounds N] [--bucket SIZE] [--json FILE]
 """
@@ -17,6 +22,7 @@ from __future__ import annotations
 import argparse
 import base64
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -41,7 +47,7 @@ from weightsync.tables import digest_rows
 from weightsync.transports.base import RingOptions, SlotHeader
 from weightsync.transports.nixl_binding import load_nixl
 from weightsync.transports.p2p import P2pTransport
-from weightsync.transports.p2p_cuda import allocations_of
+from weightsync.transports.p2p_cuda import DeviceWay, allocations_of
 from weightsync.types import Contract, RegionAddress, format_bytes, parse_bytes
 
 DEVICE = "cuda:0"
@@ -146,24 +152,27 @@ def run_trainer(args: argparse.Namespace) -> None:
         )
         data_bytes = cuts[-1].offset_bytes + cuts[-1].num_bytes
         packs.append(SlotPack(segment_copy(rows, DEVICE), b"", data_bytes, DEVICE))
-    with P2pTransport().open_source(DEVICE) as source:
+    with P2pTransport().open_source(DEVICE) as mapped, P2pTransport().open_source(DEVICE) as read:
+        sources = [mapped, read]
         start_s = time.perf_counter()
-        published = dict(source.direct().publish(regions_of(tensors)))
+        published = [dict(s.direct().publish(regions_of(tensors))) for s in sources]
         about = {
             "big": big.data_ptr(),
             "ptrs": [t.data_ptr() for t in tensors],
             "raw": base64.b64encode(raw.agent.get_agent_metadata()).decode(),
-            "source": dict(source.descriptor()),
+            "sources": [dict(s.descriptor()) for s in sources],
             "published": published,
-            "publish_s": time.perf_counter() - start_s,
+            "publish_s": (time.perf_counter() - start_s) / len(sources),
             "digests": digests_of(tensors),
         }
         print(json.dumps(about), flush=True)
-        source.accept(deadline("accept"))
-        size = slot_bytes(args.bucket_bytes)
-        ring = source.stream(RingOptions(args.slots, size, DEVICE), deadline("ring"))
-        for _ in sys.stdin:
-            fill_slots(ring, packs)
+        options = RingOptions(args.slots, slot_bytes(args.bucket_bytes), DEVICE)
+        rings = []
+        for source in sources:  # the engine opens one after the other
+            source.accept(deadline("accept"))
+            rings.append(source.stream(options, deadline("ring")))
+        for line in sys.stdin:
+            fill_slots(rings[int(line)], packs)
 
 
 def fill_slots(ring: Any, packs: list[SlotPack]) -> None:
@@ -193,18 +202,39 @@ class Engine:
         line = trainer.stdout.readline()
         while line and not line.startswith("{"):
             line = trainer.stdout.readline()
-        self._remote = json.loads(line)
+        self.remote = json.loads(line)
         self._connect_raw()
-        self._connect_ours()
+        unpacks = self._make_unpacks()
+        self.ours = [
+            Ours(self, n, way, unpacks) for n, way in enumerate((DeviceWay.AUTO, DeviceWay.NIXL))
+        ]
+
+    def _make_unpacks(self) -> list[CudaCopy]:
+        return [
+            CudaCopy(
+                plain_table(
+                    [c.offset_bytes for c in cuts],
+                    [self.tensors[c.item].data_ptr() + c.start_bytes for c in cuts],
+                    [c.num_bytes for c in cuts],
+                ),
+                DEVICE,
+            )
+            for cuts in cuts_of(self.sizes, self._args.bucket_bytes)
+        ]
+
+    def ask(self, number: int) -> None:
+        """Have the trainer fill a ring."""
+        self._trainer.stdin.write(f"{number}\n")
+        self._trainer.stdin.flush()
 
     def _connect_raw(self) -> None:
         self._raw = RawPeer("raw-engine")
         self._raw.register([*self.tensors, self._big])
-        self._raw_peer = self._raw.agent.add_remote_agent(base64.b64decode(self._remote["raw"]))
+        self._raw_peer = self._raw.agent.add_remote_agent(base64.b64decode(self.remote["raw"]))
         rest = self.total_bytes % RAW_BYTES
         sizes = [RAW_BYTES] * (self.total_bytes // RAW_BYTES) + ([rest] if rest else [])
         local = self._raw.descs([self._big.data_ptr()] * len(sizes), sizes)
-        remote = self._raw.descs([self._remote["big"]] * len(sizes), sizes)
+        remote = self._raw.descs([self.remote["big"]] * len(sizes), sizes)
         self._raw_handle = self._raw.agent.initialize_xfer("READ", local, remote, self._raw_peer)
 
     def _run_handle(self, handle: Any) -> None:
@@ -219,70 +249,19 @@ class Engine:
 
     def run_raw_per_tensor(self) -> None:
         local = self._raw.descs([t.data_ptr() for t in self.tensors], self.sizes)
-        remote = self._raw.descs(self._remote["ptrs"], self.sizes)
+        remote = self._raw.descs(self.remote["ptrs"], self.sizes)
         handle = self._raw.agent.initialize_xfer("READ", local, remote, self._raw_peer)
         self._run_handle(handle)
         self._raw.agent.release_xfer_handle(handle)
-
-    def _connect_ours(self) -> None:
-        start_s = time.perf_counter()
-        source = self._remote["source"]
-        self.target = P2pTransport().open_target(source, deadline("attach"), DEVICE)
-        connected_s = time.perf_counter()
-        self.direct = self.target.direct()
-        local = [
-            RegionAddress(i, t.data_ptr(), t.nbytes, DEVICE) for i, t in enumerate(self.tensors)
-        ]
-        at = self.direct.open(self._remote["published"], local, deadline("open"))
-        opened_s = time.perf_counter()
-        rows = plain_table(
-            [at[i] for i in range(len(self.sizes))],
-            [t.data_ptr() for t in self.tensors],
-            self.sizes,
-        )
-        self._prepared = self.direct.prepare(rows)
-        self.setup_s = {
-            "publish": self._remote["publish_s"],
-            "attach": connected_s - start_s,
-            "open": opened_s - connected_s,
-            "prepare": time.perf_counter() - opened_s,
-        }
-        self._ring = self.target.stream(deadline("ring"), DEVICE)
-        self._unpacks = [
-            CudaCopy(
-                plain_table(
-                    [c.offset_bytes for c in cuts],
-                    [self.tensors[c.item].data_ptr() + c.start_bytes for c in cuts],
-                    [c.num_bytes for c in cuts],
-                ),
-                DEVICE,
-            )
-            for cuts in cuts_of(self.sizes, self._args.bucket_bytes)
-        ]
-
-    @property
-    def num_reads(self) -> int:
-        """Descriptors of ``direct`` after merging."""
-        return int(self._prepared.state.num_reads)
-
-    def run_direct(self) -> None:
-        self.direct.read(self._prepared, deadline("read"))
-
-    def run_stream(self) -> None:
-        self._ring.begin_move("bench")
-        self._trainer.stdin.write("stream\n")
-        self._trainer.stdin.flush()
-        for unpack in self._unpacks:
-            _, slot = self._ring.receive(deadline("receive"))
-            unpack.run(source_base=slot.ptr)
-            self._ring.release(slot)
 
     def candidates(self) -> dict[str, Action]:
         return {
             "raw": self.run_raw,
             "raw per tensor": self.run_raw_per_tensor,
-            "direct": self.run_direct,
-            "stream": self.run_stream,
+            "direct": self.ours[0].run_direct,
+            "direct, nixl": self.ours[1].run_direct,
+            "stream": self.ours[0].run_stream,
+            "stream, nixl": self.ours[1].run_stream,
         }
 
     def check(self, name: str, action: Action) -> None:
@@ -291,8 +270,53 @@ class Engine:
             t.zero_()
         torch.cuda.synchronize()
         action()
-        if name != "raw" and digests_of(self.tensors) != self._remote["digests"]:
+        if name != "raw" and digests_of(self.tensors) != self.remote["digests"]:
             raise SystemExit(f"{name}: the bytes did not arrive")
+
+
+class Ours:
+    """One connection of ours."""
+
+    def __init__(
+        self, engine: Engine, number: int, way: DeviceWay, unpacks: list[CudaCopy]
+    ) -> None:
+        self._engine = engine
+        self._number = number
+        self._unpacks = unpacks
+        start_s = time.perf_counter()
+        transport, source = P2pTransport(device_way=way), engine.remote["sources"][number]
+        self.target = transport.open_target(source, deadline("attach"), DEVICE)
+        connected_s = time.perf_counter()
+        self.direct = self.target.direct()
+        local = regions_of(engine.tensors)
+        at = self.direct.open(engine.remote["published"][number], local, deadline("open"))
+        opened_s = time.perf_counter()
+        pointers = [t.data_ptr() for t in engine.tensors]
+        rows = plain_table([at[i] for i in range(len(pointers))], pointers, engine.sizes)
+        self._prepared = self.direct.prepare(rows)
+        self.setup_s = {
+            "publish": engine.remote["publish_s"],
+            "attach": connected_s - start_s,
+            "open": opened_s - connected_s,
+            "prepare": time.perf_counter() - opened_s,
+        }
+        self._ring = self.target.stream(deadline("ring"), DEVICE)
+
+    @property
+    def num_reads(self) -> int:
+        """Descriptors of ``direct`` after merging; one launch has none."""
+        return int(self._prepared.state.num_reads)
+
+    def run_direct(self) -> None:
+        self.direct.read(self._prepared, deadline("read"))
+
+    def run_stream(self) -> None:
+        self._ring.begin_move("bench")
+        self._engine.ask(self._number)
+        for unpack in self._unpacks:
+            _, slot = self._ring.receive(deadline("receive"))
+            unpack.run(source_base=slot.ptr)
+            self._ring.release(slot)
 
 
 def measure(engine: Engine, rounds: int) -> dict[str, list[float]]:
@@ -313,8 +337,11 @@ def measure(engine: Engine, rounds: int) -> dict[str, list[float]]:
 
 def summarise(engine: Engine, seconds: dict[str, list[float]], chosen: str) -> list[dict[str, Any]]:
     num = len(engine.sizes)
-    descriptors = {"raw": 1, "raw per tensor": num, "direct": engine.num_reads}
-    descriptors["stream"] = len(engine._unpacks)
+    num_slots = len(cuts_of(engine.sizes, engine._args.bucket_bytes))
+    descriptors = {
+        "raw": 1, "raw per tensor": num, "direct": 0, "direct, nixl": engine.ours[1].num_reads,
+        "stream": 0, "stream, nixl": num_slots,
+    }  # fmt: skip
     found = []
     for name, times in seconds.items():
         pairs = zip(seconds["raw"], times, strict=True)
@@ -343,17 +370,19 @@ def run_model(model: str, args: argparse.Namespace) -> dict[str, Any]:
         costs = P2pTransport().capabilities().cuda_costs
         predicted = {
             "direct": costs[Contract.DIRECT].seconds(len(sizes), engine.total_bytes),
-            "stream": costs[Contract.STREAM].seconds(len(engine._unpacks), engine.total_bytes),
+            "stream": costs[Contract.STREAM].seconds(
+                -(-engine.total_bytes // args.bucket_bytes), engine.total_bytes
+            ),
         }
         chosen = min(predicted, key=lambda name: predicted[name])
-        print(
-            f"{model}: {len(sizes)} tensors, {format_bytes(engine.total_bytes)}; slots of "
-            f"{args.bucket}; {engine.target.path}; set-up "
-            + ", ".join(f"{name} {s * 1e3:.0f} ms" for name, s in engine.setup_s.items())
-        )
+        print(f"{model}: {len(sizes)} tensors, {format_bytes(engine.total_bytes)}")
+        for ours in engine.ours:
+            spent = ", ".join(f"{name} {s * 1e3:.0f} ms" for name, s in ours.setup_s.items())
+            print(f"  {ours.target.path}; set-up {spent}", flush=True)
         rows = summarise(engine, measure(engine, args.rounds), chosen)
-        path, setup_s = engine.target.path, engine.setup_s
-        engine.target.close()
+        about = [{"path": o.target.path, "setup_s": o.setup_s} for o in engine.ours]
+        for ours in engine.ours:
+            ours.target.close()
     finally:
         trainer.kill()
         trainer.wait()
@@ -369,8 +398,8 @@ def run_model(model: str, args: argparse.Namespace) -> dict[str, Any]:
             flush=True,
         )
     return {
-        "model": model, "tensors": len(sizes), "bytes": sum(sizes), "path": path,
-        "setup_s": setup_s, "predicted_s": predicted, "rows": rows,
+        "model": model, "tensors": len(sizes), "bytes": sum(sizes), "connections": about,
+        "predicted_s": predicted, "rows": rows,
     }  # fmt: skip
 
 
@@ -394,7 +423,9 @@ def main() -> None:
         return
     if args.tiny:
         args.model, args.rounds = ["tiny"], 2
-    print(f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}, {load_nixl().__name__}")
+    versions = f"torch {torch.__version__}, {load_nixl().__name__}"
+    ucx = " ".join(f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith("UCX_"))
+    print(f"{torch.cuda.get_device_name(0)}, {versions}; {ucx}")
     found = [run_model(model, args) for model in args.model]
     if args.json is not None:
         args.json.write_text(json.dumps(found, indent=1) + "\n")

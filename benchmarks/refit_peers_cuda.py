@@ -47,6 +47,8 @@ TINY_BUCKET_BYTES = 2**20
 ALIGNMENT_BYTES = 256
 LIMIT_S = 300.0
 VERIFIES = ("read", "read_back")
+#: From begin to commit; before them a trainer looks at its tensors, publishes and digests them.
+STAGES = ("begin", "move", "prepare", "commit")
 LIMITS = {"deadline_s": LIMIT_S, "commit_timeout_s": LIMIT_S, "request_timeout_s": LIMIT_S}
 
 Tensors = dict[str, torch.Tensor]
@@ -154,6 +156,7 @@ class Trainer:
         self.num_bytes = sum(t.nbytes for t in self.tensors.values())
         self._pipe = pipe
         self._version = 0
+        self.phases: dict[str, float] = {}  # of our last refit
         self._bucket_bytes = min(BUCKET_BYTES, max(TINY_BUCKET_BYTES, self.num_bytes // 4))
         self._bench = bench_device(device)
         urls = self.ask("urls")
@@ -183,6 +186,7 @@ class Trainer:
         self._version += 1
         with self._senders[verify].update(version=self._version) as update:
             update.send(self.tensors)
+        self.phases = dict(update.report.engines[0].phases)
 
     def flattened_buckets(self) -> None:
         self._pipe.send("bucket")
@@ -250,12 +254,20 @@ class Trainer:
             torch.cuda.empty_cache()
 
 
-def measure(trainer: Trainer, rounds: int) -> dict[str, list[float]]:
+def measure(
+    trainer: Trainer, rounds: int
+) -> tuple[dict[str, list[float]], dict[str, dict[str, float]]]:
+    """Seconds of every way, and the median phases of ours."""
     ways = trainer.ways()
     for version, (name, way) in enumerate(ways.items()):
         trainer.check(name, way, version)
         trainer.tidy()
+    parts = {
+        name: f"  {verify}: begin to commit" for name, verify in zip(ways, VERIFIES, strict=False)
+    }
     seconds: dict[str, list[float]] = {"one copy": []} | {name: [] for name in ways}
+    seconds |= {part: [] for part in parts.values()}
+    phases: dict[str, list[dict[str, float]]] = {}
     for version in range(rounds):
         flip(trainer.tensors, mask_of(version))
         seconds["one copy"].append(trainer.floor_s())
@@ -264,8 +276,15 @@ def measure(trainer: Trainer, rounds: int) -> dict[str, list[float]]:
             start_s = time.perf_counter()
             way()
             seconds[name].append(time.perf_counter() - start_s)
+            if name in parts:
+                phases.setdefault(name, []).append(trainer.phases)
+                seconds[parts[name]].append(sum(trainer.phases.get(s, 0.0) for s in STAGES))
             trainer.tidy()
-    return seconds
+    medians = {
+        name: {phase: statistics.median(p.get(phase, 0.0) for p in found) for phase in found[-1]}
+        for name, found in phases.items()
+    }
+    return seconds, medians
 
 
 def run(model: str, device: str, rounds: int) -> dict[str, Any]:
@@ -276,7 +295,7 @@ def run(model: str, device: str, rounds: int) -> dict[str, Any]:
     theirs.close()
     with ExitStack() as stack:
         trainer = Trainer(model, device, ours, stack)
-        seconds = measure(trainer, rounds)
+        seconds, phases = measure(trainer, rounds)
     ours.send("stop")
     engine.join(timeout=60)
     return {
@@ -284,6 +303,7 @@ def run(model: str, device: str, rounds: int) -> dict[str, Any]:
         "device": device,
         "num_bytes": trainer.num_bytes,
         "num_tensors": len(trainer.tensors),
+        "phases_s": phases,
         "rows": [
             {"way": name, "median_s": statistics.median(values), "seconds": values}
             for name, values in seconds.items()
@@ -300,9 +320,11 @@ def report(result: dict[str, Any]) -> None:
         rate = result["num_bytes"] / median_s / 1e9
         print(
             f"{row['way']:<24}{median_s * 1e3:>11.2f}{min(row['seconds']) * 1e3:>10.2f}"
-            f"{rate:>9.1f}{median_s / floor_s:>12.1f}",
+            f"{rate:>9.1f}{median_s / floor_s:>12.2f}",
             flush=True,
         )
+    for name, phases in result["phases_s"].items():
+        print(f"{name}, ms:", ", ".join(f"{p} {s * 1e3:.2f}" for p, s in phases.items()))
 
 
 def main() -> None:

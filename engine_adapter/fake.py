@@ -16,6 +16,7 @@ from weightsync.errors import WeightSyncError
 from weightsync.session import SessionSpec, Version
 from weightsync.tensors import view_of
 from weightsync.types import PauseMode
+from weightsync.watch import Look
 
 Array = npt.NDArray[Any]
 
@@ -37,6 +38,9 @@ class FakeEngine(TensorEngine):
     def fingerprint(self) -> Mapping[str, Fingerprint]:
         """Of what the engine holds *now*: an array that was replaced shows."""
         return {name: fingerprint_of(view_of(w, name)) for name, w in self.weights.items()}
+
+    def moved(self, look: Look) -> Sequence[str]:
+        return self._moved_by_fingerprint()
 
     def generate(self) -> tuple[int | None, dict[str, int]]:
         """(version label, digest of each weight) as seen in one step."""

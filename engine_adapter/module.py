@@ -50,7 +50,7 @@ class ModuleAdapter(TensorEngine):
     def moved(self, look: Look) -> Sequence[str]:
         if not self._watch.has_changed(look):
             return []
-        moved = super().moved(look)
+        moved = self._moved_by_fingerprint()
         if not moved:  # only what is not served changed
             self._watch = ModuleWatch(self.module)
         return moved

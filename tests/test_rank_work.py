@@ -29,7 +29,7 @@ class Ring:
     def __init__(self, header: SlotHeader, memory: Any) -> None:
         self.header, self.memory = header, memory
 
-    def stream(self, deadline: Any) -> Ring:
+    def stream(self, deadline: Any, device: str) -> Ring:
         return self
 
     def begin_move(self, session_id: str) -> None:
@@ -109,7 +109,7 @@ def test_an_endpoint_ends_before_the_reads_that_were_prepared_on_it() -> None:
 
     header = SlotHeader("s", 0, 0, 0, 0, 0)
     work.set_endpoint(Closing(header, None))  # type: ignore[arg-type]
-    work._reads.get(("plan", "epoch", Placement.STAGED), prepare)
+    work._moves._reads.get(("plan", "epoch", Placement.STAGED), prepare)
     work.set_endpoint(None)
     assert said == ["endpoint", "read"]
 

@@ -160,10 +160,10 @@ def test_connecting_again_may_take_longer_than_the_engine_looks(
             watch()
             looked.release()
 
-        def slow(self: LoopbackTransport) -> Any:
+        def slow(self: LoopbackTransport, *args: Any) -> Any:
             for _ in range(3):
                 assert looked.acquire(timeout=LIMIT_S)
-            return opened(self)
+            return opened(self, *args)
 
         monkeypatch.setattr(receiver, "_watch_peer", watched)
         monkeypatch.setattr(LoopbackTransport, "open_source", slow)

@@ -35,7 +35,13 @@ from weightsync.errors import (
     from_wire,
     to_wire,
 )
-from weightsync.http_wire import read_headers, read_response, request_bytes, response_bytes
+from weightsync.http_wire import (
+    read_headers,
+    read_response,
+    request_bytes,
+    response_bytes,
+    wait_awake,
+)
 from weightsync.messages import VERBS, Request, StatusRequest, decode, encode, verb_of
 
 PATH_PREFIX = "/weightsync/v1/"
@@ -355,6 +361,11 @@ def _handler_class(handler: Handler, token: str | None) -> type[BaseHTTPRequestH
         wbufsize = -1  # one segment an answer
 
         raw_requestline: bytes
+
+        def handle_one_request(self) -> None:
+            with suppress(OSError):  # what is wrong with the connection, reading it will say
+                wait_awake(self.connection)
+            super().handle_one_request()
 
         def parse_request(self) -> bool:
             words = self.raw_requestline.split()

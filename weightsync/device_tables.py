@@ -385,6 +385,18 @@ class CudaCopyDigest(_Launched):
         return found
 
 
+def copy_with_digests(
+    rows: Table, digests: DigestRows | None, device: str
+) -> CudaCopy | CudaCopyDigest:
+    """A copy that also digests what it reads, if that is wanted and rows of both are the same."""
+    if digests is not None and len(digests.rows) == len(rows):
+        try:
+            return CudaCopyDigest(rows, digests, device)
+        except ValueError:
+            _LOG.debug("digests are taken apart: some tensor is not dense on both sides")
+    return CudaCopy(rows, device)
+
+
 def segment_copy(rows: Table, device: str) -> SegmentCopy:
     """``rows`` (of memory of ``device``) made ready to be copied."""
     return _HostCopy(rows) if device == CPU else CudaCopy(rows, device)

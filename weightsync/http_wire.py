@@ -7,15 +7,19 @@ else in a request; an update of a small model is four requests and must take abo
 from __future__ import annotations
 
 import http.client
+import socket
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from io import BufferedIOBase
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 _MAX_LINE_BYTES: Final = 65_536
 _MAX_HEADERS: Final = 100
 _MAX_HEAD_BYTES: Final = 65_536
 _CHUNK_BYTES: Final = 262_144
+#: How long a wait for an answer, or for the next request, stays awake.
+AWAKE_S = 1e-3
 
 
 class Headers(dict[str, str]):
@@ -68,12 +72,20 @@ def response_bytes(status: int, phrase: str, body: bytes, *, is_last: bool) -> b
     return (head + closing).encode("latin-1") + body
 
 
-class _Receives(Protocol):
-    def settimeout(self, value: float | None, /) -> None: ...
-    def recv(self, bufsize: int, /) -> bytes: ...
+def wait_awake(sock: socket.socket) -> None:
+    """Wait a moment for something to read without going to sleep, or not, if it takes longer.
+
+    To be woken takes tens of microseconds, on a virtual machine a good part of a millisecond: as long
+    as a whole stage of a small update. Every attempt lets other threads run.
+    """
+    until_s = time.monotonic() + AWAKE_S
+    while time.monotonic() < until_s:
+        with suppress(BlockingIOError):
+            sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            return
 
 
-def read_response(sock: _Receives, until_s: float, max_bytes: int) -> tuple[int, bytes, bool]:
+def read_response(sock: socket.socket, until_s: float, max_bytes: int) -> tuple[int, bytes, bool]:
     """Status, body, and whether the connection ends; ``until_s`` is a moment of the monotonic clock.
 
     Raises ``TimeoutError``, ``OSError`` or ``http.client.HTTPException``.
@@ -97,10 +109,11 @@ def read_response(sock: _Receives, until_s: float, max_bytes: int) -> tuple[int,
     return status, bytes(got[: int(length)]), is_last
 
 
-def _receive(sock: _Receives, until_s: float) -> bytes:
+def _receive(sock: socket.socket, until_s: float) -> bytes:
     left_s = until_s - time.monotonic()
     if left_s <= 0:
         raise TimeoutError("timed out")
+    wait_awake(sock)
     sock.settimeout(left_s if left_s < float("inf") else None)
     piece = sock.recv(_CHUNK_BYTES)
     if not piece:

@@ -29,6 +29,7 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.faults import reach
+from weightsync.kept import NUM_KEPT
 from weightsync.layout import Layout
 from weightsync.messages import (
     AbortRequest,
@@ -214,7 +215,7 @@ class EngineLink:
             self._agree(plan, tensors.layout)
             self._check_contract(plan)
             bound = self._bound[key] = Bound(plan)
-            while len(self._bound) > 64:
+            while len(self._bound) > NUM_KEPT:  # as many as the engine keeps
                 self._bound.pop(next(iter(self._bound)))
             self._spent("plan", start_s)
         if bound.plan.contract is Contract.STREAM and bound.addresses != tensors.addresses:

@@ -10,165 +10,44 @@ from __future__ import annotations
 import ctypes
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any, Generic, TypeVar
+from dataclasses import replace
+from typing import Any, Final
 
 import numpy as np
 
-from weightsync.binding import (
-    Spot,
-    Table,
-    cuts_of,
-    decode_entries,
-    direct_table,
-    landed_parts,
-    place_table,
-    plan_staging,
-    read_digest_rows,
-    slot_spots,
-    unpack_table,
-)
+from weightsync.binding import place_table, plan_staging, slot_spots
 from weightsync.bucket import as_dtype
-from weightsync.coverage import Coverage, PlanShare, SlotIndex, plan_share
+from weightsync.coverage import Coverage, SlotIndex
 from weightsync.deadline import CancelToken, Deadline
 from weightsync.device_tables import (
     CPU,
-    Memory,
     SegmentCopy,
     bytes_at,
     device_of,
     private_memory,
-    read_bytes,
     segment_copy,
 )
-from weightsync.digest import DigestTable
 from weightsync.engine import EngineAdapter
-from weightsync.errors import (
-    CancelledError,
-    IntegrityError,
-    PeerLostError,
-    ProtocolError,
-    SessionError,
-    WeightSyncError,
-)
+from weightsync.errors import IntegrityError, SessionError, WeightSyncError
 from weightsync.faults import reach
+from weightsync.kept import Kept
 from weightsync.layout import Layout
-from weightsync.manifest import Digests, Manifest, ManifestBasis, manifest_basis
-from weightsync.plan import RefitPlan, check_plan
+from weightsync.manifest import Manifest
+from weightsync.plan import RefitPlan
+from weightsync.rank_digests import RankDigests
+from weightsync.rank_moves import RankMoves
+from weightsync.rank_session import OpenSession, ReceiverHooks, SessionStats, Staging
 from weightsync.session import Job, JobDone, SessionSpec, StartJob, Version
-from weightsync.transports.base import PreparedRead, TargetEndpoint
-from weightsync.types import (
-    Contract,
-    PauseMode,
-    Placement,
-    RegionAddress,
-    TensorMeta,
-    VerifyMode,
-)
+from weightsync.transports.base import TargetEndpoint
+from weightsync.types import PauseMode, Placement, RegionAddress, TensorMeta, VerifyMode
 from weightsync.watch import Look
 
 _LOG = logging.getLogger(__name__)
-_NUM_KEPT = 64
 #: So many tensors are looked at closely within a fraction of a millisecond.
-_FEW_TENSORS = 2048
-
-K = TypeVar("K")
-V = TypeVar("V")
-
-
-class Kept(Generic[K, V]):
-    """A small cache, least recently used out first."""
-
-    def __init__(self, num_kept: int = _NUM_KEPT) -> None:
-        self._items: OrderedDict[K, V] = OrderedDict()
-        self._num_kept = num_kept
-
-    def get(self, key: K, make: Callable[[], V]) -> V:
-        if key in self._items:
-            self._items.move_to_end(key)
-            return self._items[key]
-        value = self._items[key] = make()
-        while len(self._items) > self._num_kept:
-            self._items.popitem(last=False)
-        return value
-
-    def clear(self) -> None:
-        self._items.clear()
-
-
-@dataclass(frozen=True)
-class ReceiverHooks:
-    """Called on the thread that runs jobs; each may wait until the engine's loop is ready.
-
-    Raising in ``on_begin`` or ``on_prepare`` aborts the update. ``on_commit`` runs after the decision,
-    before the engine parks: raising there taints the engine. What ``on_abort`` raises is logged.
-    """
-
-    on_begin: Callable[[SessionSpec], None] = lambda spec: None
-    on_prepare: Callable[[SessionSpec], None] = lambda spec: None
-    on_commit: Callable[[SessionSpec], None] = lambda spec: None
-    on_abort: Callable[[SessionSpec], None] = lambda spec: None
-
-
-@dataclass
-class SessionStats:
-    """Where the time of a session went on this rank (seconds), for reports and benchmarks."""
-
-    phases: dict[str, float] = field(default_factory=dict)
-    buckets: list[tuple[int, int, float]] = field(default_factory=list)  # bytes, entries, seconds
-    num_bytes: int = 0
-    pause_s: float = 0.0
-
-    @contextmanager
-    def timed(self, phase: str) -> Iterator[None]:
-        start_s = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.add(phase, time.perf_counter() - start_s)
-
-    def add(self, phase: str, seconds: float) -> None:
-        self.phases[phase] = self.phases.get(phase, 0.0) + seconds
-
-
-Landing = dict[tuple[int, int], Spot]
-
-
-@dataclass(frozen=True)
-class _Staging:
-    """What a placement needs, made once."""
-
-    memory: Memory | None
-    landing: Landing
-    regions: tuple[RegionAddress, ...]  # where reads land, under numbers of their own
-
-
-@dataclass
-class _Open:
-    """The open session of this rank."""
-
-    spec: SessionSpec
-    landing: Landing
-    pin: object | None  # keeps the staging copy mapped while a job may use it
-    coverage: Coverage
-    moves: list[RefitPlan] = field(default_factory=list)  # that ended, in order
-    read_digests: list[Digests | None] = field(default_factory=list)  # of each, taken while reading
-    manifest: Manifest | None = None
-    paused_s: float | None = None  # when the pause began
-    touched: bool = False
-    stats: SessionStats = field(default_factory=SessionStats)
-
-
-@dataclass(frozen=True)
-class _PlacedDigests:
-    """A digest table and the place of each of its names in the manifest."""
-
-    table: DigestTable
-    places: Any  # int64 [names]
+_FEW_TENSORS: Final = 2048
 
 
 class RankWork:
@@ -194,20 +73,11 @@ class RankWork:
         is_small = len(self._index) <= _FEW_TENSORS
         self._look = Look.EVERYTHING if is_small else Look.IDENTITY
         self._looker = ThreadPoolExecutor(1, "weightsync-look")
-        self._staging: dict[Placement, _Staging] = {}
-        self._reads: Kept[tuple[str, str, Placement, bool], PreparedRead] = Kept()
-        self._unpacks: Kept[tuple[str, bytes, int, Placement], tuple[Table, SegmentCopy]] = Kept(
-            1024
-        )
-        self._bases: Kept[tuple[str, ...], ManifestBasis] = Kept(8)
-        self._digests: Kept[tuple[Any, ...], _PlacedDigests] = Kept(8)
+        self._staging: dict[Placement, Staging] = {}
+        self._moves = RankMoves(self._index, self._device, num_threads)
+        self._digests = RankDigests(rank, self._device, num_threads)
         self._places: Kept[tuple[Any, ...], tuple[SegmentCopy, SegmentCopy]] = Kept(8)
-        self.plans: dict[str, RefitPlan] = {}
-        self._shares: dict[str, PlanShare] = {}
-        self._sources: dict[str, Layout] = {}
-        self._published: tuple[str, dict[str, Any]] | None = None
-        self.endpoint: TargetEndpoint | None = None
-        self._open: _Open | None = None
+        self._open: OpenSession | None = None
         self.stats = SessionStats()
 
     @property
@@ -217,25 +87,18 @@ class RankWork:
 
     # --- set-up, between sessions -----------------------------------------------------------------
 
+    @property
+    def endpoint(self) -> TargetEndpoint | None:
+        """The end of the transport that is attached."""
+        return self._moves.endpoint
+
     def add_plan(self, plan: RefitPlan, source: Layout) -> None:
-        """Accept a plan after checking it against both layouts."""
-        check_plan(plan, source, self.layout)
-        # The newest last, as the sender counts: both sides must forget the same one first.
-        self.plans.pop(plan.digest, None)
-        self.plans[plan.digest] = plan
-        self._sources[plan.digest] = source
-        self._shares[plan.digest] = plan_share(plan, self._index)
-        while len(self.plans) > _NUM_KEPT:
-            oldest = next(iter(self.plans))
-            del self.plans[oldest], self._sources[oldest], self._shares[oldest]
+        """See :meth:`RankMoves.add_plan`."""
+        self._moves.add_plan(plan, source)
 
     def set_endpoint(self, endpoint: TargetEndpoint | None) -> None:
-        """Another peer: what was opened of the former one is worth nothing."""
-        former, self.endpoint = self.endpoint, endpoint
-        if former is not None and former is not endpoint:
-            former.close()
-        self._reads.clear()  # after that: what they hold is the endpoint's, which now is at rest
-        self._published = None
+        """See :meth:`RankMoves.set_endpoint`."""
+        self._moves.set_endpoint(endpoint)
 
     def ready_staging(self, placement: Placement) -> None:
         """Make the staging memory now, so that no refit pays for it. Raises CapacityError."""
@@ -251,7 +114,7 @@ class RankWork:
         if placement is Placement.IN_PLACE:
             shift = len(regions)
             regions += [replace(a, region=a.region + shift) for a in self._addresses]
-        self._staging[placement] = _Staging(memory, landing, tuple(regions))
+        self._staging[placement] = Staging(memory, landing, tuple(regions))
 
     def close(self) -> None:
         """Let go of everything; what a job still works on stays mapped for it."""
@@ -282,7 +145,7 @@ class RankWork:
     def _deadline(self, spec: SessionSpec, limit_s: float, stage: str, token: Any) -> Deadline:
         return Deadline(limit_s, peer=f"trainer run {spec.run_id}", stage=stage, token=token)
 
-    def _session(self, job: StartJob) -> _Open:
+    def _session(self, job: StartJob) -> OpenSession:
         if self._open is None or self._open.spec.session_id != job.spec.session_id:
             raise SessionError(f"session {job.spec.session_id!r} is not open on rank {self._rank}")
         return self._open
@@ -295,7 +158,7 @@ class RankWork:
         staging = self._staging[spec.placement]
         pin = None if staging.memory is None else staging.memory.pin()
         coverage = Coverage(self._index)
-        self._open = opened = _Open(spec, staging.landing, pin, coverage)
+        self._open = opened = OpenSession(spec, staging, pin, coverage)
         self.stats = opened.stats
         if spec.placement is Placement.IN_PLACE:
             self._pause(opened, spec.deadline_s, token)
@@ -306,172 +169,32 @@ class RankWork:
     def _do_move(self, job: StartJob, token: CancelToken) -> None:
         opened = self._session(job)
         reach("engine.move")
-        plan = self.plans.get(str(job.payload.get("plan_digest")))
-        if plan is None:
-            raise ProtocolError("the plan of this move was never handed over; connect again")
-        if self.endpoint is None:
-            raise PeerLostError("the transport of this run is not attached; connect again")
-        opened.coverage.expect(job.move_id, self._shares[plan.digest])
+        plan = self._moves.expect(opened, job)
         deadline = self._deadline(opened.spec, opened.spec.deadline_s, "move", token)
-        digests: Digests | None = None
         with opened.stats.timed("move"), self._looking("while reading"):
-            if plan.contract is Contract.DIRECT:
-                digests = self._read_direct(opened, job, plan, deadline)
-            else:
-                self._receive_stream(opened, job, plan, deadline)
+            digests = self._moves.move(opened, job, plan, deadline)
         opened.coverage.settle()
         opened.moves.append(plan)
         opened.read_digests.append(digests)
         opened.stats.num_bytes += plan.total_bytes
         reach("engine.moved")
 
-    def _read_direct(
-        self, opened: _Open, job: StartJob, plan: RefitPlan, deadline: Deadline
-    ) -> Digests | None:
-        """Returns the digests of ``plan.metas`` if they were taken on the way."""
-        if self.endpoint is None:
-            raise PeerLostError("the transport of this run is not attached; connect again")
-        direct = self.endpoint.direct()
-        epoch, placement = str(job.payload.get("epoch")), opened.spec.placement
-        descriptor = self._publication(epoch, job.payload.get("publication"))
-        with opened.stats.timed("register"):
-            addresses = direct.open(descriptor, self._staging[placement].regions, deadline)
-        # What is read back in place need not be digested twice.
-        is_read_back = (
-            opened.spec.verify is VerifyMode.READ_BACK and placement is Placement.IN_PLACE
-        )
-        has_digests = direct.digests_reads and not is_read_back
-
-        def prepare() -> PreparedRead:
-            source = self._sources[plan.digest]
-            rows = direct_table(plan, source, addresses, opened.landing, self._rank)
-            digested = None
-            if has_digests:
-                digested = read_digest_rows(plan, source, addresses, self._rank)
-            return direct.prepare(rows, digested)
-
-        with opened.stats.timed("register"):
-            key = (plan.digest, epoch, placement, has_digests)
-            prepared = self._reads.get(key, prepare)
-        self._touch(opened)
-        start_s = time.perf_counter()
-        direct.read(prepared, deadline)
-        spent_s = time.perf_counter() - start_s
-        if prepared.device_s is not None:
-            opened.stats.add("read_device", prepared.device_s)
-        opened.stats.buckets.append((prepared.num_bytes, len(plan.transfers), spent_s))
-        opened.coverage.all_arrived(job.move_id)
-        return prepared.digests
-
-    def _publication(self, epoch: str, descriptor: Any) -> dict[str, Any]:
-        if isinstance(descriptor, dict):
-            self._published = (epoch, descriptor)
-        if self._published is None or self._published[0] != epoch:
-            raise ProtocolError(f"publication {epoch!r} was never described here; publish again")
-        return self._published[1]
-
-    def _touch(self, opened: _Open) -> None:
-        """From here on an abort leaves live weights that nobody sent whole."""
-        if opened.spec.placement is Placement.IN_PLACE:
-            opened.touched = True
-
-    def _receive_stream(
-        self, opened: _Open, job: StartJob, plan: RefitPlan, deadline: Deadline
-    ) -> None:
-        if self.endpoint is None:
-            raise PeerLostError("the transport of this run is not attached; connect again")
-        if not any(t.target_rank == self._rank for t in plan.transfers):
-            return  # nobody fills a slot for this rank
-        stream = self.endpoint.stream(deadline, self._device)
-        stream.begin_move(opened.spec.session_id)
-        while True:
-            header, slot = stream.receive(deadline)
-            if header.move_id != job.move_id:
-                stream.release(slot)
-                continue
-            start_s = time.perf_counter()
-            words_ptr = slot.ptr + header.metadata_offset_bytes
-            blob = read_bytes(words_ptr, header.metadata_bytes, self._device)
-            # With the size: words that fit one slot may point outside another.
-            key = (plan.digest, blob, header.data_bytes, opened.spec.placement)
-
-            def make(
-                blob: bytes = blob, data: int = header.data_bytes
-            ) -> tuple[Table, SegmentCopy]:
-                entries = decode_entries(blob, plan, data)
-                rows = unpack_table(plan, cuts_of(entries), opened.landing)
-                return entries, segment_copy(rows, self._device)
-
-            entries, unpack = self._unpacks.get(key, make)
-            opened.coverage.arrived(job.move_id, entries)
-            self._touch(opened)
-            self._copy(unpack, slot.ptr, deadline)
-            stream.release(slot)
-            spent_s = time.perf_counter() - start_s
-            opened.stats.buckets.append((header.data_bytes, len(entries), spent_s))
-            reach("engine.bucket")
-            if header.is_last:
-                return
-
-    def _copy(self, unpack: SegmentCopy, slot_ptr: int, deadline: Deadline) -> None:
-        cancel = None if deadline.token is None else deadline.token.native_flag
-        done = unpack.run(self._threads, source_base=slot_ptr, cancel=cancel)
-        if done != unpack.num_bytes:
-            deadline.check()
-            raise CancelledError("a copy was given up")
-
     def _do_prepare(self, job: StartJob, token: CancelToken) -> None:
         opened = self._session(job)
         reach("engine.prepare")
-        manifest = Manifest.from_json(job.payload.get("manifest"), self._basis(opened))
+        manifest = Manifest.from_json(job.payload.get("manifest"), self._digests.basis(opened))
         names = opened.spec.scope.names
         if names is not None:
             names = frozenset(self.layout.resolve(names, "engine"))
         opened.coverage.check_scope(names)
         with opened.stats.timed("verify"):
-            manifest.check(self._digest_landed(opened, manifest), "what landed")
+            manifest.check(self._digests.landed(opened, manifest), "what landed")
         opened.manifest = manifest
         token_check = self._deadline(opened.spec, opened.spec.deadline_s, "prepare", token)
         token_check.check()
         self._adapter.prepare()
         self._hooks.on_prepare(opened.spec)
         reach("engine.prepared")
-
-    def _basis(self, opened: _Open) -> ManifestBasis:
-        """Of the moves so far."""
-
-        def make() -> ManifestBasis:
-            return manifest_basis((plan.digest, plan.metas) for plan in opened.moves)
-
-        return self._bases.get(tuple(plan.digest for plan in opened.moves), make)
-
-    def _digest_landed(self, opened: _Open, manifest: Manifest) -> Digests:
-        taken = [d for d in opened.read_digests if d is not None]
-        if len(taken) == len(opened.moves):
-            return np.concatenate(taken) if taken else manifest.digests
-        found = np.zeros_like(manifest.digests)
-        self._digest_at(opened, opened.landing, "landed", found)
-        return found
-
-    def _digest_at(self, opened: _Open, spots: Landing, what: str, found: Digests) -> None:
-        """Digests of what lies at ``spots``, into their places of the manifest."""
-        basis = self._basis(opened)
-
-        def make() -> _PlacedDigests:
-            parts = []
-            for plan in opened.moves:
-                here = [
-                    t
-                    for t in plan.transfers
-                    if t.target_rank == self._rank
-                    and (plan.tensors[t.tensor].target, t.target_placed) in spots
-                ]
-                parts += landed_parts(plan, spots, here)
-            table = DigestTable(parts, self._device)
-            return _PlacedDigests(table, basis.places(table.names))
-
-        placed = self._digests.get((what, opened.spec.placement, *basis.plans), make)
-        found[placed.places] = placed.table.values(self._threads)
 
     def _do_place(self, job: StartJob, token: CancelToken) -> None:
         opened = self._session(job)
@@ -493,13 +216,13 @@ class RankWork:
                 self._read_back(opened)
         reach("engine.placed")
 
-    def _place_staged(self, opened: _Open) -> None:
+    def _place_staged(self, opened: OpenSession) -> None:
         digests = (opened.spec.placement, *(plan.digest for plan in opened.moves))
 
         def make() -> tuple[SegmentCopy, SegmentCopy]:
             arrived = (self._index.keys[n] for n in opened.coverage.complete.tolist())
             keys = [key for key in arrived if key in self._slots]
-            rows = place_table(self.layout, keys, opened.landing, self._slots)
+            rows = place_table(self.layout, keys, opened.staging.landing, self._slots)
             half = len(rows) // 2
             return (
                 segment_copy(rows[:half], self._device),
@@ -513,10 +236,10 @@ class RankWork:
         reach("engine.half_placed")
         second.run(self._threads)
 
-    def _write_opaque(self, opened: _Open) -> None:
+    def _write_opaque(self, opened: OpenSession) -> None:
         for i, j in self._opaque_keys(opened):
             name = self.layout.tensors[i].name
-            spot = opened.landing[i, j]
+            spot = opened.staging.landing[i, j]
             meta = TensorMeta(name, spot.dtype, spot.box.shape)
             opened.touched = True
             landed = (
@@ -526,21 +249,21 @@ class RankWork:
             )
             self._adapter.write(name, as_dtype(landed, meta))
 
-    def _read_back(self, opened: _Open) -> None:
+    def _read_back(self, opened: OpenSession) -> None:
         """Digest the live tensors, unless (affine, in place) that is what was verified already."""
         if opened.manifest is None:
             raise SessionError("a session without a manifest cannot be read back")
         manifest = opened.manifest
         found = manifest.digests.copy()  # in place these are what was read back already
         if opened.spec.placement is Placement.STAGED:
-            self._digest_at(opened, self._slots, "live", found)
+            self._digests.at(opened, self._slots, "live", found)
         opaque = [self.layout.tensors[i].name for i, _ in self._opaque_keys(opened)]
         if opaque:
             live = self._adapter.digest(opaque)
             found[manifest.basis.places(live)] = list(live.values())
         manifest.check(found, "live tensors after the update")
 
-    def _opaque_keys(self, opened: _Open) -> list[tuple[int, int]]:
+    def _opaque_keys(self, opened: OpenSession) -> list[tuple[int, int]]:
         arrived = opened.coverage.complete
         return [self._index.keys[n] for n in arrived[self._index.is_opaque[arrived]].tolist()]
 
@@ -589,7 +312,7 @@ class RankWork:
 
     # --- small parts --------------------------------------------------------------------------------
 
-    def _pause(self, opened: _Open, limit_s: float, token: CancelToken | None) -> None:
+    def _pause(self, opened: OpenSession, limit_s: float, token: CancelToken | None) -> None:
         deadline = Deadline(limit_s, peer="the engine's own loop", stage="pause", token=token)
         self._adapter.pause(opened.spec.pause_mode, deadline)
         opened.paused_s = time.perf_counter()

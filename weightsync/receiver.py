@@ -56,7 +56,8 @@ from weightsync.messages import (
     verb_of,
 )
 from weightsync.plan import RefitPlan
-from weightsync.rank_work import RankWork, ReceiverHooks
+from weightsync.rank_session import ReceiverHooks
+from weightsync.rank_work import RankWork
 from weightsync.session import (
     Abort,
     Answer,

@@ -29,6 +29,7 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.faults import reach
+from weightsync.kept import NUM_KEPT, Kept
 from weightsync.link import Bound, EngineLink, new_session_id
 from weightsync.manifest import Digests, Manifest, ManifestBasis, manifest_basis
 from weightsync.naming import Rule
@@ -82,7 +83,7 @@ class Sender:
         self._named_source = NamedSource(rules or (), options.cast)
         self._update: Update | None = None
         self._digest_tables: dict[str, _SourceDigests] = {}
-        self._bases: dict[tuple[str, ...], ManifestBasis] = {}
+        self._bases: Kept[tuple[str, ...], ManifestBasis] = Kept(8)
         self._closed = threading.Event()
         # Two a link: giving up must not queue behind what is being given up.
         self._pool = ThreadPoolExecutor(2 * max(1, len(self._links)), "weightsync-sender")
@@ -213,7 +214,7 @@ class Sender:
         if kept is None or kept.addresses != tensors.addresses:
             kept = _SourceDigests(tensors.addresses, *_source_digests(bound.plan, tensors))
             self._digest_tables[bound.plan.digest] = kept
-            while len(self._digest_tables) > 64:
+            while len(self._digest_tables) > NUM_KEPT:
                 self._digest_tables.pop(next(iter(self._digest_tables)))
         synchronize(kept.device)
         found: Digests = np.zeros(len(bound.plan.metas), dtype=np.uint64)
@@ -222,11 +223,9 @@ class Sender:
 
     def _basis(self, plans: Sequence[RefitPlan]) -> ManifestBasis:
         key = tuple(plan.digest for plan in plans)
-        if key not in self._bases:
-            while len(self._bases) >= 8:
-                self._bases.pop(next(iter(self._bases)), None)
-            self._bases[key] = manifest_basis((plan.digest, plan.metas) for plan in plans)
-        return self._bases[key]
+        return self._bases.get(
+            key, lambda: manifest_basis((plan.digest, plan.metas) for plan in plans)
+        )
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@
 #include <limits>
 
 #include "weightsync/attention_math.hpp"
+#include "weightsync/float_codecs.hpp"
 
 #define WEIGHTSYNC_INLINE WEIGHTSYNC_HD_INLINE
 
@@ -38,24 +39,6 @@ WEIGHTSYNC_INLINE float sum_vectors(Vector low, Vector high) {
     const Quad quads = halves[0] + halves[1];
     return (quads[0] + quads[2]) + (quads[1] + quads[3]);
 }
-
-struct Fp32 {
-    using Memory = float;
-    static WEIGHTSYNC_INLINE float load(float value) { return value; }
-    static WEIGHTSYNC_INLINE float store(float value) { return value; }
-};
-
-struct Bf16 {
-    using Memory = std::uint16_t;
-    static WEIGHTSYNC_INLINE float load(std::uint16_t half) { return bf16_to_fp32(half); }
-    static WEIGHTSYNC_INLINE std::uint16_t store(float value) { return fp32_to_bf16(value); }
-};
-
-struct Fp16 {
-    using Memory = std::uint16_t;
-    static WEIGHTSYNC_INLINE float load(std::uint16_t half) { return fp16_to_fp32(half); }
-    static WEIGHTSYNC_INLINE std::uint16_t store(float value) { return fp32_to_fp16(value); }
-};
 
 // Lanes beyond head_dim stay zero from the scratch's construction.
 template <typename Type>

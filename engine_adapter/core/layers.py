@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from engine_adapter.core.gate import Gate, gated
 from engine_adapter.core.parallel import Group
 from engine_adapter.core.products import Product
 
@@ -24,18 +24,13 @@ def rms_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * (wide * torch.rsqrt(variance + eps)).to(states.dtype)
 
 
-def gated(gate_up: Tensor) -> Tensor:
-    """SwiGLU's product: [R, 2 x width] with gate before up -> [R, width]."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
-
-
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Who computes products, and with whom their parts are added."""
+    """Who computes products and gates, and with whom parts of products are added."""
 
     product: Product
     group: Group
+    gate: Gate = gated
 
     def row_parallel(self, states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """A product whose input columns are split over the group; the bias is added once."""
@@ -64,7 +59,7 @@ class DenseMlp:
     compute: Compute
 
     def forward(self, states: Tensor) -> Tensor:
-        inner = gated(self.compute.product(states, self.gate_up, self.gate_up_bias))
+        inner = self.compute.gate(self.compute.product(states, self.gate_up, self.gate_up_bias))
         return self.compute.row_parallel(inner, self.down, self.down_bias)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from engine_adapter.core.plan import StepPlan
-from engine_adapter.core.request import FinishReason, Request, TokenLogProbs
+from engine_adapter.core.request import FinishReason, Request, RequestKind, TokenLogProbs
 from engine_adapter.core.scheduler import Scheduler
 from engine_adapter.core.submission import Sample, Submission
 from weightsync.types import PauseMode
@@ -69,7 +69,8 @@ class Ledger:
 
 
 def _no_distribution(request: Request, plan: StepPlan) -> str:
-    position = len(request.prompt_ids) + len(request.output_ids)
+    is_score = request.kind is RequestKind.SCORE
+    position = len(request.results) + 1 if is_score else request.num_tokens
     version = "" if plan.version is None else f", weights of version {plan.version.number}"
     return (
         f"request {request.request_id!r}: the logits for its token {position} hold NaN or infinity "

@@ -12,6 +12,7 @@ from engine_adapter.core.arena import Arena
 from engine_adapter.core.attention import Attention
 from engine_adapter.core.batch import StepBatch
 from engine_adapter.core.config import ModelConfig, read_config
+from engine_adapter.core.gate import choose_gate
 from engine_adapter.core.kv_cache import KvCache
 from engine_adapter.core.layers import (
     AttentionWeights,
@@ -66,9 +67,11 @@ class DecoderModel:
                 f"rank {self.shards.rank} of {self.shards.world_size} over a group whose rank "
                 f"{group.rank} of {group.size} this is"
             )
-        product = choose_product(parse_products(products), dtype, self.device)
-        self._dense = Compute(product, group if self.shards.tp_size > 1 else ALONE)
-        self._sparse = Compute(product, group)
+        chosen = parse_products(products)
+        product = choose_product(chosen, dtype, self.device)
+        gate = choose_gate(chosen, dtype, self.device)
+        self._dense = Compute(product, group if self.shards.tp_size > 1 else ALONE, gate)
+        self._sparse = Compute(product, group, gate)
         self.max_positions = _positions(config, max_positions)
         specs = storage_specs(config, self.shards)
         storages = _allocate(specs, dtype, self.device)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine_adapter.core.layers import Compute, gated
+from engine_adapter.core.layers import Compute
 from engine_adapter.core.products import Product
 
 
@@ -57,7 +57,7 @@ class ExpertsMlp:
             if count and 0 <= place < self.gate_up.shape[0]:
                 chosen = order[start : start + count]
                 rows = chosen // self.top_k
-                inner = gated(product(states[rows], self.gate_up[place]))
+                inner = self.compute.gate(product(states[rows], self.gate_up[place]))
                 out = product(inner, self.down[place]) * flat[chosen, None]
                 total.index_add_(0, rows, out)
             start += count

@@ -17,7 +17,8 @@ pytest.importorskip("transformers")
 RESULT_NAMES = {
     "transport", "device", "model", "num_tensors", "total_bytes", "bucket_bytes", "placement",
     "contract", "repeat", "seconds", "phases", "gb_per_s", "ceiling_gb_per_s",
-    "fraction_of_ceiling", "pause_seconds", "peak_extra_bytes", "verified", "versions",
+    "fraction_of_ceiling", "begin_to_commit_seconds", "pause_seconds",
+    "peak_extra_bytes", "verified", "versions",
 }  # fmt: skip
 
 
@@ -61,6 +62,7 @@ def test_bench_proves_and_reports(
     assert ("pack" in result["phases"]) == (how == "--stream")
     assert ("place" in result["phases"]) == (placement == "staged")
     assert result["verified"] is True
+    assert 0 < result["begin_to_commit_seconds"] < result["seconds"]["median"]
     assert f"--{result['contract']}" == how
     assert result["num_tensors"] == 46
     assert plot_file.read_bytes().startswith(b"\x89PNG")

@@ -66,6 +66,17 @@ def test_outputs_are_those_of_each_prompt_alone(
     assert all(same(a, b) for a, b in zip(again[::-1], expected, strict=True))
 
 
+def test_threads_do_not_make_a_row_depend_on_its_batch(directory: Path) -> None:
+    torch.set_num_threads(3)
+    try:
+        asked = prompts(40, 3, 70)
+        together = small_engine(directory).generate(asked, params(max_tokens=3))
+        for prompt, output in zip(asked, together, strict=True):
+            assert same(output, alone(directory, prompt, max_tokens=3))
+    finally:
+        torch.set_num_threads(1)
+
+
 def test_score_gives_the_bits_that_generate_reported(directory: Path, expected: list[Any]) -> None:
     engine = small_engine(directory, max_step_tokens=50, max_logit_rows=40)
     sequences = [[*o.prompt_token_ids, *o.token_ids] for o in expected]
@@ -364,6 +375,24 @@ def test_nan_logits_fail_their_request_by_name_and_no_other(bf16: Path) -> None:
     again = engine.generate([clean[0]], params(max_tokens=4))
     assert same(again[0], wanted[0])
     assert engine.scheduler.pool.num_held == 0
+
+
+def test_rows_after_a_failed_one_are_not_reported(bf16: Path) -> None:
+    engine = small_engine(bf16)
+    plain = engine.runner.run
+
+    def damaged(plan: Any) -> Any:
+        found = plain(plan)
+        return [*found[:2], (found[2][0], None), *found[3:]]
+
+    engine.runner.run = damaged  # type: ignore[method-assign]
+    with pytest.raises(
+        RequestFailedError, match="'r1': the logits for its token 3 hold NaN"
+    ) as caught:
+        engine.score(prompts(9))
+    (output,) = caught.value.outputs
+    assert len(output.log_probs) == 2
+    assert output.finish_reason is FinishReason.FAILED
 
 
 def test_a_refusing_engine_fails_everybody_with_the_reason(bf16: Path) -> None:

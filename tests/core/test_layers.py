@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from core_models import torch
 
-from engine_adapter.core.layers import Compute, DenseMlp, gated, rms_norm
+from engine_adapter.core.gate import choose_gate, gated, native_gated
+from engine_adapter.core.layers import Compute, DenseMlp, rms_norm
 from engine_adapter.core.moe import ExpertsMlp, route
 from engine_adapter.core.parallel import ALONE, Group
 from engine_adapter.core.products import (
@@ -193,3 +194,40 @@ def test_a_bias_of_a_row_parallel_product_is_added_once() -> None:
     bias = torch.randn(8)
     mlp = DenseMlp(gate_up, down, None, bias, Compute(torch_product, ALONE))
     assert torch.allclose(mlp.forward(states), gated(states @ gate_up.T) @ down.T + bias, atol=1e-5)
+
+
+@dtypes
+def test_native_gates_are_close_and_each_element_is_its_own(dtype: Any) -> None:
+    torch.manual_seed(0)
+    states = (torch.randn(160, 2 * 1111) * 4).to(dtype)
+    torch.set_num_threads(5)  # shares that end in the middle of a row
+    try:
+        wanted = native_gated(states)
+        assert_rows_are_their_own(native_gated, states)
+    finally:
+        torch.set_num_threads(1)
+    for start in (1, 3, 700):
+        narrow = torch.cat([states[:, start:1111], states[:, 1111 + start :]], dim=1)
+        assert torch.equal(native_gated(narrow), wanted[:, start:])
+    ulp = wanted.float().abs() * torch.finfo(dtype).eps + torch.finfo(dtype).tiny
+    assert ((gated(states).float() - wanted.float()).abs() <= 4 * ulp).all()
+
+
+def test_gates_of_extreme_numbers() -> None:
+    ends = [0.0, -0.0, 1e30, -1e30, 88.0, -88.0, 200.0, torch.inf, torch.nan, -torch.inf]
+    gate = torch.tensor([ends])
+    found = native_gated(torch.cat([gate, torch.ones_like(gate)], dim=1))[0].tolist()
+    assert found[:2] == [0.0, 0.0]
+    assert found[2] == float(torch.tensor(1e30))
+    assert found[3] == 0.0
+    assert found[4:8:2] == [88.0, 200.0]
+    assert abs(found[5]) < 1e-36
+    assert found[7] == torch.inf
+    assert all(number != number for number in found[8:])  # NaN, as torch says of both
+
+
+def test_who_computes_gates() -> None:
+    cpu = torch.device("cpu")
+    assert choose_gate(Products.TORCH, torch.bfloat16, cpu) is gated
+    assert choose_gate(Products.AUTO, torch.float32, cpu) is native_gated
+    assert choose_gate(Products.AUTO, torch.float32, torch.device("cuda")) is gated

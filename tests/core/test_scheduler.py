@@ -10,7 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine_adapter.core.pages import CachedPage, PagePool, PrefixReuse
+from engine_adapter.core.pages import CachedPage, PagePool, PrefixReuse, page_key, root_key
+from engine_adapter.core.plan import StepDraft
 from engine_adapter.core.request import FinishReason, RequestKind, RequestState, VersionSpan
 from engine_adapter.core.scheduler import Scheduler
 from weightsync.errors import BusyError, CapacityError, ConfigError
@@ -81,6 +82,19 @@ def test_an_older_prefill_may_take_the_pages_of_a_younger_decode() -> None:
     assert young.num_retracted > 0
 
 
+def test_a_chunk_that_is_withdrawn_gives_its_room_back() -> None:
+    draft, found = StepDraft(max_tokens=10, max_logit_rows=2), request("a", range(8))
+    draft.put(found, 8)
+    other = request("b", range(8))
+    assert draft.room_for(other) == 2
+    draft.withdraw(found)
+    assert draft.room_for(other) == 8
+    for waiting in (found, other):
+        draft.put(waiting, draft.room_for(waiting))
+    assert [chunk.count for chunk in draft.chunks] == [8, 2]
+    assert draft.is_full
+
+
 # --- prefixes ----------------------------------------------------------------------------------------
 
 
@@ -132,6 +146,18 @@ def test_a_prefix_is_not_used_under_another_version() -> None:
     assert again.num_cached_tokens == 0
     assert not again.has_stale_kv
     assert again.version_at_admission == V2
+
+
+def test_keys_differ_by_version_and_by_everything_before() -> None:
+    same = PrefixReuse.SAME_VERSION
+    roots = [root_key(v, same) for v in (None, V1, V2, Version("other", 1))]
+    assert len(set(roots)) == 4
+    assert root_key(V1, same) == root_key(Version("run", 1), same)
+    assert root_key(V1, PrefixReuse.ANY_VERSION) == root_key(None, PrefixReuse.ANY_VERSION)
+    first, second = page_key(roots[0], [1, 2]), page_key(roots[1], [1, 2])
+    assert first != second
+    assert page_key(first, [3]) != page_key(second, [3])
+    assert page_key(first, [3, 4]) != page_key(first, [4, 3])
 
 
 def test_a_prefix_is_used_under_another_version_if_asked_and_it_says_so() -> None:

@@ -1,13 +1,14 @@
 """A CUDA device made of host memory: every table, handle and mapping works, and nothing is fast.
 
 What runs on it is the code of the transports, not CUDA's: pointers are of this process, kernels are the
-CPU's segment copy, and a handle is mapped at the address it names. It counts what is allocated and
-mapped, so that a test sees what is left behind.
+CPU's segment copy, and a handle is mapped as a read-only view at another address. It counts what is
+allocated and mapped, so that a test sees what is left behind.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 from typing import Any
 
 import numpy as np
@@ -15,17 +16,18 @@ import numpy.typing as npt
 import pytest
 
 from weightsync import native
-from weightsync.memory import HostMemory
+from weightsync.memory import MemfdMemory
 from weightsync.transports.cuda_allocations import Sharing
 
 UUID = b"fake device here"
+Rows = npt.NDArray[np.int64]
 
 
 class FakeTable:
     """A segment table that is copied when it is launched."""
 
-    def __init__(self, rows: npt.NDArray[np.int64], device: int) -> None:
-        self._rows: npt.NDArray[np.int64] | None = rows.copy()
+    def __init__(self, rows: Rows, device: int) -> None:
+        self._rows: Rows | None = rows.copy()
         self.num_bytes = int(np.prod(rows[:, [2, 4, 7, 10]], axis=1).sum())
 
     def launch(self, stream: int = 0, source_base: int = 0, target_base: int = 0) -> None:
@@ -40,15 +42,35 @@ class FakeTable:
         self._rows = None
 
 
+class FakeDigestingTable(FakeTable):
+    """One that digests what it reads."""
+
+    def __init__(
+        self, rows: Rows, digest_rows: Rows, device: int, *, owners: Rows, num_owners: int
+    ) -> None:
+        super().__init__(rows, device)
+        self._digest_rows, self._owners = digest_rows, owners
+        self._sums = np.zeros(num_owners, dtype=np.uint64)
+
+    def launch(self, stream: int = 0, source_base: int = 0, target_base: int = 0) -> None:
+        super().launch(stream, source_base, target_base)
+        self._sums[:] = 0
+        np.add.at(self._sums, self._owners, native.digest_segments(self._digest_rows))
+
+    def result(self) -> npt.NDArray[np.uint64]:
+        return self._sums.copy()
+
+
 class FakeDevice:
     """``cuda:0`` of this process while a test runs."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.allocated: dict[int, tuple[HostMemory, int]] = {}
-        self.mapped: dict[int, int] = {}  # base -> how often
+        self.allocated: dict[int, tuple[MemfdMemory, int]] = {}
+        self.mapped: dict[int, MemfdMemory] = {}  # each a view at an address of its own
         self._ids = itertools.count(1)
         monkeypatch.setattr(native, "has_cuda", lambda: True)
         monkeypatch.setattr(native, "SegmentTableCuda", FakeTable, raising=False)
+        monkeypatch.setattr(native, "CopyDigestTableCuda", FakeDigestingTable, raising=False)
         nothing: Any = lambda *_: None  # noqa: E731
         for name, function in {
             "cuda_malloc": self._malloc,
@@ -72,7 +94,7 @@ class FakeDevice:
             monkeypatch.setattr(native.extension, name, function)
 
     def _malloc(self, num_bytes: int, device: int) -> int:
-        memory = HostMemory.anonymous(num_bytes)
+        memory = MemfdMemory.create(num_bytes, "fake-device")
         self.allocated[memory.ptr] = (memory, next(self._ids))
         return memory.ptr
 
@@ -82,18 +104,18 @@ class FakeDevice:
             memory.close()
 
     def _allocation(self, ptr: int, device: int) -> tuple[int, int, int, int]:
-        for base, (memory, number) in self.allocated.items():
-            if base <= ptr < base + memory.num_bytes:
-                return base, memory.num_bytes, number, Sharing.HANDLE
+        held = [(m, number) for m, number in self.allocated.values()]
+        held += [(m, 0) for m in self.mapped.values()]
+        for memory, number in held:
+            if memory.ptr <= ptr < memory.ptr + memory.num_bytes:
+                return memory.ptr, memory.num_bytes, number, Sharing.HANDLE
         raise native.CudaError("not memory of this device")
 
     def _map(self, handle: bytes, device: int) -> int:
-        base = int.from_bytes(handle[:8], "little")
-        self._allocation(base, device)
-        self.mapped[base] = self.mapped.get(base, 0) + 1
-        return base
+        memory, _ = self.allocated[int.from_bytes(handle[:8], "little")]
+        view = MemfdMemory.map(os.dup(memory.fd), memory.num_bytes)
+        self.mapped[view.ptr] = view
+        return view.ptr
 
     def _unmap(self, base: int, device: int) -> None:
-        self.mapped[base] -= 1
-        if not self.mapped[base]:
-            del self.mapped[base]
+        self.mapped.pop(base).close()

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from transports.conformance import FullContract
@@ -19,7 +20,8 @@ from transports.fake_device import FakeDevice
 from transports.pairs import Pair, connect, deadline, random_bytes, row, table
 from transports.stream_contract import StreamContract
 from weightsync.errors import UnavailableError
-from weightsync.native import CONVERT_FP32_TO_BF16, copy_segments
+from weightsync.native import CONVERT_FP32_TO_BF16, copy_segments, digest_segments
+from weightsync.tables import DigestRows, digest_rows
 from weightsync.transports import nixl_agent, p2p_cuda_probe
 from weightsync.transports.base import Transport
 from weightsync.transports.ipc import IpcTransport
@@ -132,12 +134,42 @@ class TestMapped(_P2p, FullContract):
         assert not fake.mapped  # the probe is over
         remote, local = pair.published(100_000), self.landing(100_000)
         ptr = pair.open([remote], [local])[0]
-        assert list(fake.mapped) == [remote.ctypes.data]
+        assert len(fake.mapped) == 1
         pair.read(row(ptr, local.ctypes.data, 100_000))
         assert np.array_equal(np.asarray(local), np.asarray(remote))
         pair.source.direct().withdraw()
         self._until_refused(lambda: pair.read(row(ptr, local.ctypes.data, 100_000)))
         assert not fake.mapped
+
+    def test_digests_are_taken_on_the_way(self, pair: Pair) -> None:
+        """Of each owner, over several allocations."""
+        remote = [pair.published(n, n) for n in (4000, 8000, 400)]
+        local = self.landing(12_400)
+        at, target = pair.open(remote, [local]), int(local.ctypes.data)
+        sizes, owners = [4000, 8000, 400], [0, 1, 1]
+        rows = [row(at[i], target + 4000 * i, n) for i, n in enumerate(sizes)]
+        rows[2][1] = target + 12_000
+
+        def digests(starts: list[int]) -> npt.NDArray[np.int64]:
+            made = [
+                digest_rows(
+                    (n // 2,), ptr=ptr, strides_bytes=(2,), index_strides=(1,), start_index=0,
+                    item=2, seed=5,
+                )
+                for ptr, n in zip(starts, sizes, strict=True)
+            ]  # fmt: skip
+            return np.array([r for part in made for r in part], dtype=np.int64)
+
+        direct = pair.target.direct()
+        assert direct.digests_reads
+        wanted = DigestRows(digests([at[i] for i in range(3)]), np.array(owners), 2)
+        prepared = direct.prepare(table(*rows), wanted)
+        direct.read(prepared, deadline())
+        here = [np.asarray(r) for r in remote]
+        one, two, three = digest_segments(digests([int(h.ctypes.data) for h in here])).tolist()
+        assert prepared.digests is not None
+        assert prepared.digests.tolist() == [one, (two + three) % 2**64]
+        assert prepared.device_s == 1e-6
 
     def test_memory_allocated_anew_at_the_same_address(self, pair: Pair, fake: FakeDevice) -> None:
         remote, local = pair.published(5000), self.landing(5000)

@@ -35,6 +35,7 @@ from transports.process_contract import ProcessContract
 from weightsync.deadline import CancelToken
 from weightsync.errors import (
     CancelledError,
+    ConfigError,
     DeadlineError,
     MissingDependencyError,
     PeerLostError,
@@ -47,7 +48,7 @@ from weightsync.transports.nixl_agent import Agent
 from weightsync.transports.nixl_binding import NIXL_MODULES
 from weightsync.transports.nixl_reads import MAX_READS, Reads, cut, merge, pieces, reads_of
 from weightsync.transports.p2p import P2pTransport
-from weightsync.transports.p2p_direct import spans_of
+from weightsync.transports.p2p_registrations import spans_of
 from weightsync.types import Contract, RegionAddress
 
 # Not imported here: NIXL takes its log level when it is loaded, and the transport sets the default.
@@ -175,9 +176,10 @@ class TestSpans:
         regions = [RegionAddress(i, ptr, size) for i, (ptr, size) in enumerate(at)]
         assert [span[:2] for span in spans_of(regions)] == [(10, 240), (3 * page + 5, page + 3)]
 
-    def test_devices_are_kept_apart(self) -> None:
+    def test_one_device_at_a_time(self) -> None:
         regions = [RegionAddress(0, 100, 50, "cuda:0"), RegionAddress(1, 100, 50)]
-        assert len(spans_of(regions)) == 2
+        with P2pTransport().open_source() as source, pytest.raises(ConfigError, match="several"):
+            source.direct().publish(regions)
 
 
 class TestRegistration(_P2p):

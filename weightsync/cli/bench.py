@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from weightsync.errors import ConfigError
 from weightsync.presets import PRESETS
 from weightsync.transports import transport_names
 from weightsync.types import BUCKET_ALIGNMENT_BYTES, ContractChoice, Placement, parse_bytes
@@ -125,7 +126,6 @@ def _device(text: str) -> str:
     if text == "cpu":
         return text
     from weightsync.cli.bench_cuda import check_device
-    from weightsync.errors import ConfigError
 
     try:
         return check_device(text)
@@ -150,6 +150,11 @@ def _run(args: argparse.Namespace) -> int:
     contract = ContractChoice.AUTO
     if args.stream or args.direct:
         contract = ContractChoice.STREAM if args.stream else ContractChoice.DIRECT
+    if args.engine == "core" and args.device != "cpu":
+        raise ConfigError(
+            f"--engine core --device {args.device}: the core's kernels are the CPU's so far; use "
+            "--engine module"
+        )
     return run_bench(
         BenchSettings(
             transport=args.transport,

@@ -27,6 +27,8 @@ PHASES: dict[str, tuple[str, ...]] = {
     "read_back": ("engine_read_back",),
     "commit": ("commit", "-engine_place", "-engine_read_back"),
 }
+#: What an update asks of the engine; the trainer publishes and digests its sources before.
+STAGES = ("begin", "move", "prepare", "commit")
 #: Paid by the first refit of a connection only.
 ONCE_PHASES: dict[str, tuple[str, ...]] = {
     "plan": ("plan",),
@@ -62,9 +64,13 @@ def summarise(settings: BenchSettings, choice: ModelChoice, measured: Measured) 
     median_s = statistics.median(seconds)
     ceiling = statistics.median(measured.ceilings)
     move_s = statistics.median(r["phases"]["move"] for r in measured.refits)
+    begin_to_commit_s = statistics.median(
+        sum(r["phases"].get(stage, 0.0) for stage in STAGES) for r in measured.refits
+    )
     rate = measured.total_bytes / median_s / 1e9
+    served = {} if measured.traffic is None else {"traffic": measured.traffic}
     staged_bytes = measured.total_bytes if settings.placement == Placement.STAGED.value else 0
-    return {
+    return served | {
         "transport": settings.transport,
         "device": settings.device,
         "engine": settings.engine,
@@ -76,9 +82,7 @@ def summarise(settings: BenchSettings, choice: ModelChoice, measured: Measured) 
         "contract": measured.refits[-1]["contract"],
         "path": measured.refits[-1]["path"],
         "repeat": settings.repeat,
-        "seconds_beside_source_digest": statistics.median(
-            r["seconds"] - r["phases"].get("digest", 0.0) for r in measured.refits
-        ),
+        "begin_to_commit_seconds": begin_to_commit_s,
         "seconds": {"median": median_s, "min": min(seconds), "p99": _percentile(seconds, 0.99)},
         "phases": _phases(measured),
         "gb_per_s": rate,
@@ -94,19 +98,18 @@ def summarise(settings: BenchSettings, choice: ModelChoice, measured: Measured) 
         "engine_extra_bytes": measured.engine_extra_bytes,
         "device_extra_bytes": measured.device_extra_bytes,
         "placement_bytes": staged_bytes,
-        "verified": (
-            measured.is_verified and not measured.num_different and _was_served(measured.traffic)
-        ),
+        "verified": _is_verified(measured),
         "num_tensors_that_differ": measured.num_different,
         "growth": measured.growth,
-        "traffic": measured.traffic,
         "versions": versions(),
     }
 
 
-def _was_served(traffic: Mapping[str, Any] | None) -> bool:
-    """Whoever asked the engine during the refits got an answer."""
-    return traffic is None or (not traffic["failures"] and traffic["num_tokens"] > 0)
+def _is_verified(measured: Measured) -> bool:
+    """Every bit arrived, and whoever asked the engine during the refits got an answer."""
+    traffic = measured.traffic
+    is_served = traffic is None or (not traffic["failures"] and traffic["num_tokens"] > 0)
+    return measured.is_verified and not measured.num_different and is_served
 
 
 def _bucket_bytes(settings: BenchSettings) -> int:

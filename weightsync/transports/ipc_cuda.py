@@ -21,6 +21,7 @@ from weightsync import native
 from weightsync.device_tables import (
     CudaCopy,
     CudaCopyDigest,
+    copy_with_digests,
     cuda_errors,
     cuda_index,
     device_of,
@@ -108,15 +109,6 @@ class CudaSource(DeviceSource):
             return all(_look_up(f.ptr, index)[2] == f.id for f in self._known)
         except native.CudaError:
             return False
-
-
-def _copy_of(rows: Table, digests: DigestRows | None, device: str) -> CudaCopy | CudaCopyDigest:
-    if digests is not None and len(digests.rows) == len(rows):
-        try:
-            return CudaCopyDigest(rows, digests, device)
-        except ValueError:
-            _LOG.debug("digests are taken apart: some tensor is not dense on both sides")
-    return CudaCopy(rows, device)
 
 
 @contextmanager
@@ -225,7 +217,7 @@ class CudaPath(DevicePath):
             release_handles(handles, self._index)  # the mapping needs them no longer
 
     def prepare(self, rows: Table, digests: DigestRows | None) -> CudaCopy | CudaCopyDigest:
-        copy = _copy_of(rows, digests, self._device)
+        copy = copy_with_digests(rows, digests, self._device)
         self._copies.add(copy)
         return copy
 

@@ -52,8 +52,9 @@ from weightsync.transports.nixl_agent import Agent
 from weightsync.transports.nixl_binding import NIXL_MODULES, Span
 from weightsync.transports.p2p_cuda import DeviceWay, PeerMemory
 from weightsync.transports.p2p_cuda_probe import CudaProbe, CudaProbeSource
-from weightsync.transports.p2p_direct import P2pDirectSource, P2pDirectTarget, unpack_bytes
+from weightsync.transports.p2p_direct import P2pDirectSource, P2pDirectTarget
 from weightsync.transports.p2p_probe import PROBE_BYTES, Probe, host_id, probe_pattern
+from weightsync.transports.p2p_published import unpack_bytes
 from weightsync.transports.p2p_stream import (
     RING_KIND,
     Landing,

@@ -13,10 +13,11 @@ from enum import StrEnum
 from typing import Final, NamedTuple
 
 from weightsync import native
-from weightsync.device_tables import CudaCopy, cuda_errors, cuda_index
+from weightsync.device_tables import CudaCopy, CudaCopyDigest, cuda_errors, cuda_index
 from weightsync.errors import PeerLostError, ProtocolError, UnavailableError
 from weightsync.transports.cuda_allocations import Sharing
 from weightsync.transports.nixl_binding import Span
+from weightsync.transports.published import DeviceCopied
 from weightsync.types import RegionAddress
 
 _LOG = logging.getLogger(__name__)
@@ -141,12 +142,13 @@ class PeerMemory:
         """Where an allocation is mapped."""
         return self._mapped[key]
 
-    def run(self, copy: CudaCopy) -> None:
+    def run(self, copy: CudaCopy | CudaCopyDigest) -> DeviceCopied:
         """A copy out of what is mapped."""
         with self._lock:
             if self._is_closed:
                 raise PeerLostError("this end was closed")
-            copy.run()
+            found = copy.run()
+            return DeviceCopied(copy.device_s, None if isinstance(found, int) else found)
 
     def _unmap(self, keys: Sequence[Key]) -> None:
         index = cuda_index(self._device)

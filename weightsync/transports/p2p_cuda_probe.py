@@ -176,7 +176,7 @@ def _samples() -> Iterator[int]:
     yield PROBE_BYTES - _PATTERN_BYTES
 
 
-def _rate(read: Callable[[], None], num_bytes: int) -> float:
+def _rate(read: Callable[[], object], num_bytes: int) -> float:
     """Bytes a second of the best of a few; one is enough where it takes long."""
     best_s, spent_s = float("inf"), 0.0
     for _ in range(_ROUNDS):

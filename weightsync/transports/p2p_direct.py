@@ -3,155 +3,39 @@
 from __future__ import annotations
 
 import base64
-import binascii
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from dataclasses import dataclass, replace
+from typing import Final
 
 import numpy as np
 
 from weightsync.deadline import Deadline
-from weightsync.device_tables import CPU, CudaCopy, device_of, synchronize
-from weightsync.errors import ConfigError, ProtocolError, TransportError, UnavailableError
+from weightsync.device_tables import CPU, copy_with_digests, device_of, synchronize
+from weightsync.errors import ConfigError, TransportError, UnavailableError
 from weightsync.faults import reach
-from weightsync.memory import PAGE_BYTES, merge_spans
 from weightsync.tables import DigestRows
 from weightsync.transports.base import Descriptor, DirectSource, DirectTarget, PreparedRead, Table
-from weightsync.transports.link import Inbox, Link, check_fields
+from weightsync.transports.link import Inbox, Link
 from weightsync.transports.nixl_agent import Agent
 from weightsync.transports.nixl_binding import Span
 from weightsync.transports.nixl_reads import reads_of
-from weightsync.transports.p2p_cuda import (
-    Allocation,
-    DeviceWay,
-    Key,
-    PeerMemory,
-    allocations_of,
-    are_current,
-    check_exportable,
-    export,
-    parse_handles,
-)
+from weightsync.transports.p2p_cuda import DeviceWay, PeerMemory, allocations_of
 from weightsync.transports.p2p_device_read import DeviceRead, LandingChunks, limits_for
+from weightsync.transports.p2p_published import Published, pack
+from weightsync.transports.p2p_registrations import Registrations, check_regions
 from weightsync.transports.p2p_windows import ReadCosts, plan_pieces
-from weightsync.transports.published import EpochBoard
+from weightsync.transports.published import DeviceCopied, EpochBoard
 from weightsync.transports.reads import (
     check_sources,
     check_targets,
     normalise_table,
     table_bytes,
 )
-from weightsync.types import PROTOCOL_VERSION, RegionAddress, format_bytes
-
-_DESCRIPTOR_FIELDS: Final = {
-    "schema": int, "transport": str, "endpoint": str, "epoch": int, "devices": list,
-    "regions": str, "spans": str, "allocations": str, "handles": list, "agent": str,
-}  # fmt: skip
-
+from weightsync.types import PROTOCOL_VERSION, RegionAddress
 
 #: One H200: a descriptor of a read within a device (with thousands of allocations), the segment copy.
 _OP_S: Final = 12e-6
 UNPACK_BYTES_PER_S: Final = 2.0e12
-
-
-def pack(rows: Sequence[Sequence[int]]) -> str:
-    """Rows of integers in 32 characters or so each: little-endian int64, base64."""
-    return base64.b64encode(np.array(rows, dtype="<i8").tobytes()).decode()
-
-
-def unpack(text: str, columns: int, what: str) -> list[list[int]]:
-    """What :func:`pack` made, checked for shape and sign."""
-    raw = unpack_bytes(text, what)
-    if len(raw) % (8 * columns):
-        raise ProtocolError(f"{what}: {len(raw)} B are no rows of {columns} integers")
-    rows = np.frombuffer(raw, dtype="<i8").reshape(-1, columns)
-    if (rows < 0).any() or (rows.astype(np.float64).sum(axis=1) >= 2.0**62).any():
-        raise ProtocolError(f"{what}: a number is out of range")
-    return [[int(n) for n in row] for row in rows]
-
-
-def unpack_bytes(text: str, what: str) -> bytes:
-    try:
-        return base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise ProtocolError(f"{what}: not base64: {error}") from error
-
-
-def spans_of(regions: Sequence[RegionAddress]) -> list[Span]:
-    """The fewest spans that hold these host regions: neighbours on shared or touching pages are
-    joined.
-
-    The ends are not rounded to pages. Two lists of regions that merely share a page would overlap,
-    and what overlaps cannot be published one after the other over one connection.
-    """
-    ranges = [(r.ptr, r.num_bytes) for r in regions]
-    merged, index = merge_spans(ranges, PAGE_BYTES)
-    start = [ptr + num_bytes for ptr, num_bytes in merged]
-    stop = [ptr for ptr, _ in merged]
-    for (ptr, num_bytes), i in zip(ranges, index, strict=True):
-        if i >= 0:
-            start[i], stop[i] = min(start[i], ptr), max(stop[i], ptr + num_bytes)
-    return [Span(a, b - a, CPU) for a, b in zip(start, stop, strict=True)]
-
-
-def _check_regions(regions: Sequence[RegionAddress]) -> None:
-    for region in regions:
-        if region.ptr < 0 or region.num_bytes < 0 or (region.num_bytes and not region.ptr):
-            raise ConfigError(f"{region}: not a range of memory")
-    if len({region.region for region in regions}) != len(regions):
-        raise ConfigError("two published regions have one number")
-
-
-class Registrations:
-    """What an end has registered for direct reads, replaced as a whole."""
-
-    def __init__(self, agent: Agent, max_bytes: int | None) -> None:
-        self._agent = agent
-        self._max_bytes = max_bytes
-        self._registered: list[Any] = []
-        self._allocations: list[Allocation] = []
-        self.spans: list[Span] = []
-
-    @property
-    def ids(self) -> list[int]:
-        """Identities of the allocations, one a span; none on the host."""
-        return [allocation.id for allocation in self._allocations]
-
-    @property
-    def handles(self) -> list[str]:
-        """By which another process of this machine maps the allocations."""
-        return export(self._allocations)
-
-    def replace(self, regions: Sequence[RegionAddress], device: str = CPU) -> bool:
-        """Register these regions of a device instead of the last ones; False if nothing changes."""
-        allocations = [] if device == CPU else allocations_of(regions, device)
-        check_exportable(allocations)
-        spans = [a.span for a in allocations] if allocations else spans_of(regions)
-        if spans == self.spans and allocations == self._allocations:
-            return False
-        total = sum(span.num_bytes for span in spans)
-        if self._max_bytes is not None and total > self._max_bytes:
-            raise UnavailableError(
-                f"{len(regions)} regions need {format_bytes(total)} registered, above the limit of "
-                f"{format_bytes(self._max_bytes)} that was set; move through a ring (stream)"
-            )
-        self.clear()
-        self._registered = self._agent.register(spans) if spans else []
-        self.spans, self._allocations = spans, allocations
-        return True
-
-    def has_room(self, allocations: Sequence[Allocation]) -> bool:
-        """Whether these may be registered at once."""
-        total = sum(a.span.num_bytes for a in allocations)
-        return self._max_bytes is None or total <= self._max_bytes
-
-    def is_current(self) -> bool:
-        """Whether no device memory was freed and allocated anew since."""
-        return are_current(self._allocations)
-
-    def clear(self) -> None:
-        self._agent.deregister(self._registered)
-        self._registered, self.spans, self._allocations = [], [], []
 
 
 class P2pDirectSource(DirectSource):
@@ -178,7 +62,7 @@ class P2pDirectSource(DirectSource):
         device = device_of(wanted, "what the trainer publishes")
         synchronize(device)  # with whatever writes the regions
         if wanted != self._regions or not self._registered.is_current():
-            _check_regions(wanted)
+            check_regions(wanted)
             self._regions = None
             self._registered.replace(wanted, device)
             self._epoch += 1
@@ -219,62 +103,9 @@ class P2pDirectSource(DirectSource):
         }
 
 
-@dataclass(frozen=True, slots=True)
-class _Published:
-    """A parsed descriptor."""
-
-    epoch: int
-    regions: tuple[RegionAddress, ...]
-    spans: tuple[Span, ...]
-    allocations: tuple[int, ...]  # identities, one a span; none on the host
-    handles: tuple[str, ...]  # likewise
-    metadata: bytes
-
-    @property
-    def device(self) -> str:
-        """Of the source's spans, by the source's number."""
-        return self.spans[0].device if self.spans else CPU
-
-    @property
-    def keys(self) -> list[Key]:
-        return [Key(i, h) for i, h in zip(self.allocations, self.handles, strict=True)]
-
-    @classmethod
-    def parse(cls, descriptor: Descriptor, endpoint: str) -> _Published:
-        what = "direct descriptor"
-        fields = check_fields(descriptor, _DESCRIPTOR_FIELDS, what)
-        expected = {"schema": PROTOCOL_VERSION, "transport": "p2p", "endpoint": endpoint}
-        for name, value in expected.items():
-            if fields[name] != value:
-                raise ProtocolError(f"{what}: field {name!r} is {fields[name]!r}, not {value!r}")
-        devices = [str(device) for device in fields["devices"]]
-        regions = unpack(fields["regions"], 4, f"{what}, 'regions'")
-        spans = unpack(fields["spans"], 3, f"{what}, 'spans'")
-        if any(row[-1] >= len(devices) for row in (*regions, *spans)):
-            raise ProtocolError(f"{what}: a device beyond the {len(devices)} that are listed")
-        ids = [row[0] for row in unpack(fields["allocations"], 1, f"{what}, 'allocations'")]
-        if len({row[0] for row in regions}) != len(regions):
-            raise ProtocolError(f"{what}: a region is listed twice")
-        handles = parse_handles(fields["handles"], f"{what}, 'handles'")
-        if len(ids) not in (0, len(spans)) or len(handles) != len(ids):
-            raise ProtocolError(
-                f"{what}: {len(ids)} allocations with {len(handles)} handles for {len(spans)} spans"
-            )
-        if len({row[-1] for row in spans}) > 1:
-            raise ProtocolError(f"{what}: its spans lie on several devices")
-        return cls(
-            fields["epoch"],
-            tuple(RegionAddress(r, ptr, size, devices[d]) for r, ptr, size, d in regions),
-            tuple(Span(ptr, size, devices[d]) for ptr, size, d in spans),
-            tuple(ids),
-            tuple(handles),
-            unpack_bytes(fields["agent"], f"{what}, 'agent'"),
-        )
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _Opened:
-    published: _Published
+    published: Published
     local: tuple[RegionAddress, ...]
     device: str  # of what is local
     is_mapped: bool  # the trainer's memory, here
@@ -283,7 +114,7 @@ class _Opened:
 @dataclass(frozen=True, slots=True)
 class _State:
     opened: _Opened
-    read: Callable[[Deadline], float | None]  # seconds of the device, where its clock tells
+    read: Callable[[Deadline], DeviceCopied | None]  # None: nobody looked at the bytes on the way
     num_reads: int
 
 
@@ -310,7 +141,7 @@ class P2pDirectTarget(DirectTarget):
         self._board = EpochBoard(inbox)
         self._registered = Registrations(agent, max_bytes)
         self._opened: _Opened | None = None
-        self._parsed: tuple[Descriptor, _Published] | None = None
+        self._parsed: tuple[Descriptor, Published] | None = None
         self._known: dict[Span, int] = {}  # allocations that the agent has learned of
         self._chunks: dict[int, LandingChunks] = {}
         #: Of a read between devices; what a probe has measured is better than this.
@@ -330,7 +161,7 @@ class P2pDirectTarget(DirectTarget):
             raise
         old = self._opened
         if old is None or (old.published, old.local) != (published, where):
-            _check_regions(where)
+            check_regions(where)
             device = device_of(where, "the engine")
             _check_pair(published, where, device)
             self._opened = None
@@ -347,7 +178,7 @@ class P2pDirectTarget(DirectTarget):
         """Whether reads of what is open are copies out of mapped memory."""
         return self._opened is not None and self._opened.is_mapped
 
-    def _reach(self, published: _Published) -> bool:
+    def _reach(self, published: Published) -> bool:
         """True if all of it was mapped, False if NIXL reads it."""
         is_mapped = False
         if self._kept is not None and published.handles:
@@ -357,13 +188,13 @@ class P2pDirectTarget(DirectTarget):
         self._learn(published)
         return False
 
-    def _parse(self, descriptor: Descriptor) -> _Published:
+    def _parse(self, descriptor: Descriptor) -> Published:
         """The same descriptor comes with every update, and may tell of ten thousands of regions."""
         if self._parsed is None or self._parsed[0] is not descriptor:
-            self._parsed = (descriptor, _Published.parse(descriptor, self._endpoint))
+            self._parsed = (descriptor, Published.parse(descriptor, self._endpoint))
         return self._parsed[1]
 
-    def _learn(self, published: _Published) -> None:
+    def _learn(self, published: Published) -> None:
         """Another allocation at a known address is another key: nothing of the old one is kept."""
         ids = dict(zip(published.spans, published.allocations, strict=False))
         if any(self._known.get(span, number) != number for span, number in ids.items()):
@@ -371,6 +202,10 @@ class P2pDirectTarget(DirectTarget):
             self._known.clear()
         self._agent.load_peer(published.metadata, published.spans)
         self._known |= ids
+
+    @property
+    def digests_reads(self) -> bool:
+        return self.is_mapped
 
     def prepare(self, table: Table, digests: DigestRows | None = None) -> PreparedRead:
         opened = self._opened
@@ -381,12 +216,15 @@ class P2pDirectTarget(DirectTarget):
         check_sources(rows, [(r.ptr, r.num_bytes) for r in sources])
         check_targets(rows, [(r.ptr, r.num_bytes) for r in targets])
         num_bytes = table_bytes(rows)
-        make = self._host_state
-        if opened.device != CPU:
-            make = self._mapped_state if opened.is_mapped else self._device_state
-        return PreparedRead(rows, num_bytes, make(opened, rows, num_bytes))
+        if opened.is_mapped:
+            state = self._mapped_state(opened, rows, digests)
+        elif opened.device != CPU:
+            state = self._device_state(opened, rows, num_bytes)
+        else:
+            state = self._host_state(opened, rows)
+        return PreparedRead(rows, num_bytes, state)
 
-    def _host_state(self, opened: _Opened, rows: Table, num_bytes: int) -> _State:
+    def _host_state(self, opened: _Opened, rows: Table) -> _State:
         reads = reads_of(rows)
         if not len(reads):
             return _State(opened, lambda deadline: None, 0)
@@ -396,25 +234,27 @@ class P2pDirectTarget(DirectTarget):
         )
         return _State(opened, run, len(transfer.reads))
 
-    def _mapped_state(self, opened: _Opened, rows: Table, num_bytes: int) -> _State:
+    def _mapped_state(self, opened: _Opened, rows: Table, digests: DigestRows | None) -> _State:
         """One launch out of the trainer's memory, by our addresses of it."""
         kept, published = self._kept, opened.published
         if kept is None:
             raise ConfigError("nothing was mapped to read from")
         starts = np.array([span.ptr for span in published.spans], dtype=np.int64)
         shift = np.array([kept.address_of(key) for key in published.keys], dtype=np.int64) - starts
-        rows = rows.copy()
-        if len(rows):
-            order = np.argsort(starts)
-            at = np.searchsorted(starts[order], rows[:, 0], side="right") - 1
-            rows[:, 0] += shift[order][at]
-        copy = CudaCopy(rows, opened.device)
+        order = np.argsort(starts)
 
-        def run(deadline: Deadline) -> float:
-            kept.run(copy)
-            return copy.device_s
+        def moved(table: Table) -> Table:
+            """The same rows, read where the trainer's memory is mapped."""
+            table = table.copy()
+            if len(table):
+                at = np.searchsorted(starts[order], table[:, 0], side="right") - 1
+                table[:, 0] += shift[order][at]
+            return table
 
-        return _State(opened, run, 1)
+        if digests is not None:
+            digests = replace(digests, rows=moved(digests.rows))
+        copy = copy_with_digests(moved(rows), digests, opened.device)
+        return _State(opened, lambda deadline: kept.run(copy), 1)
 
     def _device_state(self, opened: _Opened, rows: Table, num_bytes: int) -> _State:
         published = opened.published
@@ -470,14 +310,16 @@ class P2pDirectTarget(DirectTarget):
             self._let_go()
             raise
         deadline.check()
-        prepared.device_s = state.read(deadline)
+        copied = state.read(deadline)
+        if copied is not None:
+            prepared.device_s, prepared.digests = copied.device_s, copied.digests
         self._board.refresh()
         self._board.check(epoch)  # withdrawn meanwhile: what was read may be torn
         self._inbox.check()  # the number of a process that ended may belong to another by now
         reach("direct.read_done")
 
 
-def _check_pair(published: _Published, local: Sequence[RegionAddress], device: str) -> None:
+def _check_pair(published: Published, local: Sequence[RegionAddress], device: str) -> None:
     """Both sides on the host, or both on a CUDA device."""
     if not published.spans or not any(region.num_bytes for region in local):
         return

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import copy
 import queue
 import threading
 from collections import deque
@@ -42,7 +43,7 @@ from weightsync.transports.nixl_agent import Agent
 from weightsync.transports.nixl_binding import Span, Transfer
 from weightsync.transports.nixl_reads import Reads
 from weightsync.transports.p2p_cuda import Key, PeerMemory, export_at, parse_handles
-from weightsync.transports.p2p_direct import unpack_bytes
+from weightsync.transports.p2p_published import unpack_bytes
 from weightsync.transports.ring import ring_bytes, stride_bytes
 
 RING_KIND: Final = "ring"
@@ -255,7 +256,7 @@ class Landing:
     def _take(self, item: Frame | WeightSyncError) -> Frame:
         if isinstance(item, WeightSyncError):
             self._arrived.put(item)  # for the next caller
-            raise item
+            raise copy.copy(item)  # whose traceback would hold the ring of every caller before
         return item
 
     def _hold(self) -> None:

@@ -1,0 +1,28 @@
+// How each float type is read from and written to memory; arithmetic is in fp32.
+#pragma once
+
+#include <cstdint>
+
+#include "weightsync/half.hpp"
+
+namespace weightsync {
+
+struct Fp32 {
+    using Memory = float;
+    static WEIGHTSYNC_HD_INLINE float load(float value) { return value; }
+    static WEIGHTSYNC_HD_INLINE float store(float value) { return value; }
+};
+
+struct Bf16 {
+    using Memory = std::uint16_t;
+    static WEIGHTSYNC_HD_INLINE float load(std::uint16_t half) { return bf16_to_fp32(half); }
+    static WEIGHTSYNC_HD_INLINE std::uint16_t store(float value) { return fp32_to_bf16(value); }
+};
+
+struct Fp16 {
+    using Memory = std::uint16_t;
+    static WEIGHTSYNC_HD_INLINE float load(std::uint16_t half) { return fp16_to_fp32(half); }
+    static WEIGHTSYNC_HD_INLINE std::uint16_t store(float value) { return fp32_to_fp16(value); }
+};
+
+}  // namespace weightsync
