@@ -120,6 +120,20 @@ def test_norms_rotations_and_gates_are_row_invariant(dtype: Any) -> None:
     assert_rows_are_their_own(lambda x: rotate(x, cos[7], sin[7]), heads)
 
 
+@dtypes
+@pytest.mark.parametrize("width", [1000, 4096])
+def test_wide_norms_are_row_invariant_on_several_threads(width: int, dtype: Any) -> None:
+    """So wide that torch spreads the reduction over threads."""
+    torch.manual_seed(0)
+    states, weight = torch.randn(160, width).to(dtype), torch.randn(width).to(dtype)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(4)
+        assert_rows_are_their_own(lambda x: rms_norm(x, weight, 1e-6), states)
+    finally:
+        torch.set_num_threads(before)
+
+
 def experts_mlp(
     dtype: Any, first: int = 0, last: int = 8, product: Any = torch_product
 ) -> ExpertsMlp:
