@@ -12,8 +12,8 @@
 namespace weightsync {
 namespace {
 
-// Multiply-adds that are worth a thread of their own: half a millisecond of them. Starting one takes
-// some 20 us on an idle machine, and on a busy one the call waits until it gets its turn.
+// Multiply-adds that are worth a thread of their own: half a millisecond of them. Starting one
+// takes some 20 us on an idle machine, and on a busy one the call waits until it gets its turn.
 constexpr std::int64_t kMinThreadWork = 8'000'000;
 // Columns that a thread takes at a time: whole tiles, and few turns.
 constexpr std::int64_t kBlockColumns = 48;
