@@ -12,7 +12,7 @@ from core_engines import log_probs, params, prompts
 from engine_adapter.bundled import BundledAdapter
 from engine_adapter.core.engine import Engine
 from engine_adapter.core.request import RequestOutput
-from weightsync.receiver import Receiver
+from weightsync.receiver import Receiver, ReceiverHooks
 from weightsync.sender import Sender
 
 LIMIT_S = 60.0
@@ -64,11 +64,13 @@ class Traffic:
 
 
 @contextmanager
-def refitted(engine: Engine, **options: Any) -> Iterator[Sender]:
+def refitted(
+    engine: Engine, hooks: ReceiverHooks | None = None, **options: Any
+) -> Iterator[Sender]:
     """A sender to an engine that serves on its own thread."""
     with (
         engine,
-        Receiver(BundledAdapter(engine)) as receiver,
+        Receiver(BundledAdapter(engine), hooks=hooks) as receiver,
         Sender.connect([receiver.url], **{**OPTIONS, **options}) as sender,
     ):
         yield sender

@@ -24,7 +24,8 @@ from engine_adapter.core.engine import Engine
 from engine_adapter.core.request import RequestOutput
 from weightsync.digest import digest_tensors
 from weightsync.errors import TaintedError, UpdateFailedError
-from weightsync.receiver import Receiver
+from weightsync.receiver import Receiver, ReceiverHooks
+from weightsync.session import SessionSpec
 from weightsync.transports import get_transport
 from weightsync.types import PauseMode
 from weightsync.watch import Look
@@ -39,6 +40,7 @@ TRANSPORTS = [
     for name in ("loopback", "ipc", "p2p")
 ]
 GREEDY = params(max_tokens=24, temperature=0.0)
+LONG = 120  # tokens of a request that no engine ends before it parks
 
 
 class Weights:
@@ -120,22 +122,36 @@ def test_an_identity_refit_changes_nothing(
 def test_there_and_back_again_under_traffic(weights: Weights, mode: str) -> None:
     engine = weights.engine(0)
     of_version = {None: 0, 1: 1, 2: 0}
-    with refitted(engine, pause_mode=mode) as sender, Traffic(engine) as traffic:
+    long = params(max_tokens=LONG, temperature=0.0)
+    streams: list[Any] = []
+    crossing: list[Any] = []
+
+    def begin_a_long_request(spec: SessionSpec) -> None:
+        """The engine is about to park: it has LONG tokens to go."""
+        stream = engine.stream(prompts(LENGTHS[0]), long, limit_s=LIMIT_S)
+        next(stream)
+        streams.append(stream)
+
+    hooks = ReceiverHooks(on_commit=begin_a_long_request)
+    with (
+        refitted(engine, hooks, pause_mode=mode) as sender,
+        Traffic(engine) as traffic,
+    ):
         traffic.wait_for(3)
         for version, seed in ((1, 1), (2, 0)):
             refit(sender, version, weights.model(seed))
+            crossing.append(list(streams.pop())[-1].output)
             found = engine.generate(prompts(*LENGTHS), GREEDY)
             assert all(same(a, b) for a, b in zip(found, weights.expected(seed), strict=True))
             assert all(spans_of(o) == [(version, 0, 24)] for o in found)
             traffic.wait_for(4)
     assert traffic.errors == []
     fresh = {seed: weights.engine(seed) for seed in (0, 1)}
-    crossing = [o for o in traffic.outputs if len(o.version_spans) > 1]
-    assert crossing
-    for output in traffic.outputs:
+    assert [[version for version, *_ in spans_of(o)] for o in crossing] == [[None, 1], [1, 2]]
+    for output in [*traffic.outputs, *crossing]:
         spans = spans_of(output)
         assert [s[1] for s in spans[1:]] == [s[2] for s in spans[:-1]]
-        assert (spans[0][1], spans[-1][2]) == (0, 24)
+        assert (spans[0][1], spans[-1][2]) == (0, LONG if output in crossing else 24)
         # In place, tokens after the first span come from KV of both weights.
         for version, first, end in spans if mode == "retract" else spans[:1]:
             assert_scored_alike(output, (first, end), fresh[of_version[version]])

@@ -84,8 +84,8 @@ def test_trainers_that_come_and_go(brood: Brood, contract: str) -> None:
         ask(trainer, "refits", run + 1, 1)
         ask(trainer, "close")
         if run == 9:
-            ask(engine, "settle", LIMIT_S)
+            ask(engine, "released", LIMIT_S)
             footprints = [ask(p, "footprint") for p in (engine, trainer)]
-    ask(engine, "settle", LIMIT_S)
+    ask(engine, "released", LIMIT_S)
     for was, process in zip(footprints, (engine, trainer), strict=True):
         check_flat(was, ask(process, "footprint"))
