@@ -31,7 +31,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
         "weightsync.tensors", "weightsync.watch", "weightsync.naming", "weightsync.engine",
         "weightsync.memory", "weightsync.native", "weightsync.native_attention",
         "weightsync.native_cuda", "weightsync.native_linear", "weightsync.native_sampling",
-        "weightsync.native_gate",
+        "weightsync.native_gate", "weightsync.native_norm",
         "weightsync.device_tables", "weightsync.slot_pack",
         "weightsync.codec",
         "weightsync.checkpoints", "weightsync.presets", "weightsync.kept",

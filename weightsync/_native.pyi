@@ -65,6 +65,19 @@ def gate_rows(
     output_ptr: int,
     num_threads: int,
 ) -> None: ...
+def norm_rows(
+    dtype: int,
+    eps: float,
+    num_rows: int,
+    num_groups: int,
+    width: int,
+    row_stride: int,
+    group_stride: int,
+    input_ptr: int,
+    weight_ptr: int,
+    output_ptr: int,
+    num_threads: int,
+) -> None: ...
 def has_cuda() -> bool: ...
 def build_info() -> BuildInfo: ...
 

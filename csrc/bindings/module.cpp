@@ -25,6 +25,7 @@ PYBIND11_MODULE(_native, module) {
     weightsync::bindings::bind_linear(module);
     weightsync::bindings::bind_sampling(module);
     weightsync::bindings::bind_gate(module);
+    weightsync::bindings::bind_norm(module);
     weightsync::bindings::bind_cuda(module);
     weightsync::bindings::bind_cuda_memory(module);
 }

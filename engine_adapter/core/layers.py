@@ -9,19 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from engine_adapter.core.gate import Gate, gated
 from engine_adapter.core.parallel import Group
 from engine_adapter.core.products import Product
-
-
-def rms_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm (arXiv 1910.07467) over the last dimension: fp32, rounded, then scaled."""
-    wide = states.float()
-    variance = (wide * wide).mean(-1, keepdim=True)  # the bits of pow(2), a good deal sooner
-    return weight * (wide * torch.rsqrt(variance + eps)).to(states.dtype)
 
 
 @dataclass(frozen=True, slots=True)

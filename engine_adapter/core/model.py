@@ -20,10 +20,10 @@ from engine_adapter.core.layers import (
     DenseMlp,
     Layer,
     Mlp,
-    rms_norm,
 )
 from engine_adapter.core.loader import checkpoint_dtype, load_weights
 from engine_adapter.core.moe import ExpertsMlp
+from engine_adapter.core.norm import choose_norm
 from engine_adapter.core.parallel import ALONE, Group
 from engine_adapter.core.products import Products, choose_product, parse_products
 from engine_adapter.core.rope import fill_tables, rotate
@@ -70,6 +70,7 @@ class DecoderModel:
         chosen = parse_products(products)
         product = choose_product(chosen, dtype, self.device)
         gate = choose_gate(chosen, dtype, self.device)
+        self._norm_rows = choose_norm(chosen, dtype, self.device)
         self._dense = Compute(product, group if self.shards.tp_size > 1 else ALONE, gate)
         self._sparse = Compute(product, group, gate)
         self.max_positions = _positions(config, max_positions)
@@ -189,12 +190,12 @@ class DecoderModel:
         sin = self.sin.index_select(0, batch.positions)[:, None]
         eps = self.config.norm_eps
         for i, layer in enumerate(self.layers):
-            normed = rms_norm(states, layer.input_norm, eps)
+            normed = self._norm_rows(states, layer.input_norm, eps)
             query, key, value = self._heads(layer.attention, normed, cos, sin)
             mixed = attention.attend(i, query, key, value, batch, cache)
             weights = layer.attention
             states = states + self._dense.row_parallel(mixed, weights.o, weights.o_bias)
-            normed = rms_norm(states, layer.post_norm, eps)
+            normed = self._norm_rows(states, layer.post_norm, eps)
             states = states + layer.mlp.forward(normed)
         return self._logits(states.index_select(0, batch.logit_rows))
 
@@ -216,12 +217,12 @@ class DecoderModel:
         fused = fused.view(fused.shape[0], -1, size)
         query, key, value = torch.split(fused, [num_heads, num_kv_heads, num_kv_heads], dim=1)
         if weights.q_norm is not None and weights.k_norm is not None:
-            query = rms_norm(query, weights.q_norm, self.config.norm_eps)
-            key = rms_norm(key, weights.k_norm, self.config.norm_eps)
+            query = self._norm_rows(query, weights.q_norm, self.config.norm_eps)
+            key = self._norm_rows(key, weights.k_norm, self.config.norm_eps)
         return rotate(query, cos, sin), rotate(key, cos, sin), value
 
     def _logits(self, states: Tensor) -> Tensor:
-        normed = rms_norm(states, self.norm, self.config.norm_eps)
+        normed = self._norm_rows(states, self.norm, self.config.norm_eps)
         logits = self._dense.product(normed, self.lm_head)
         return self._dense.group.join_columns(logits, self._vocabulary_widths())
 

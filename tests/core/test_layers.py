@@ -8,8 +8,9 @@ import pytest
 from core_models import torch
 
 from engine_adapter.core.gate import choose_gate, gated, native_gated
-from engine_adapter.core.layers import Compute, DenseMlp, rms_norm
+from engine_adapter.core.layers import Compute, DenseMlp
 from engine_adapter.core.moe import ExpertsMlp, route
+from engine_adapter.core.norm import choose_norm, native_norm, rms_norm
 from engine_adapter.core.parallel import ALONE, Group
 from engine_adapter.core.products import (
     Products,
@@ -245,3 +246,38 @@ def test_who_computes_gates() -> None:
     assert choose_gate(Products.TORCH, torch.bfloat16, cpu) is gated
     assert choose_gate(Products.AUTO, torch.float32, cpu) is native_gated
     assert choose_gate(Products.AUTO, torch.float32, torch.device("cuda")) is gated
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("width", [1, 15, 16, 32, 128, 1000])
+def test_native_norms_are_close_and_rows_are_their_own(dtype: Any, width: int) -> None:
+    torch.manual_seed(width)
+    fused = (3 * torch.randn(64, 5, width)).to(dtype)
+    weight = torch.randn(width).to(dtype)
+    for states in (fused[:, :3], fused[:, 3:], fused[:, 0], fused.transpose(0, 1)[1:]):
+        found = native_norm(states, weight, 1e-6)
+        wanted = rms_norm(states.double(), weight.double(), 1e-6)
+        assert found.shape == states.shape
+        assert found.is_contiguous()
+        tolerance = 1e-6 if dtype is torch.float32 else 3 * torch.finfo(dtype).eps
+        assert torch.allclose(found.double(), wanted, rtol=tolerance, atol=tolerance)
+    assert_rows_are_their_own(lambda x: native_norm(x, weight, 1e-6), fused[:, 0])
+    alone = torch.cat([native_norm(fused[i : i + 1, 1:4], weight, 1e-6) for i in range(64)])
+    assert torch.equal(alone, native_norm(fused[:, 1:4], weight, 1e-6))
+
+
+def test_native_norms_keep_what_is_no_number() -> None:
+    states = torch.ones(3, 32)
+    states[1, 5] = torch.nan
+    found = native_norm(states, torch.ones(32), 1e-6)
+    assert found[1].isnan().all()
+    assert found[[0, 2]].isfinite().all()
+    assert native_norm(torch.zeros(2, 32), torch.ones(32), 1e-6).eq(0).all()
+    assert native_norm(torch.zeros(0, 32), torch.ones(32), 1e-6).shape == (0, 32)
+
+
+def test_who_computes_norms() -> None:
+    cpu = torch.device("cpu")
+    assert choose_norm(Products.AUTO, torch.bfloat16, cpu) is native_norm
+    assert choose_norm(Products.TORCH, torch.bfloat16, cpu) is rms_norm
+    assert choose_norm(Products.AUTO, torch.float64, cpu) is rms_norm
