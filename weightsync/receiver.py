@@ -264,7 +264,7 @@ class Receiver:
             case ConnectRequest():
                 answer = self._ask(request, 10.0)
                 if "epoch" not in answer:
-                    raise BusyError("the engine's session thread did not answer; try again")
+                    raise BusyError("the engine did not answer within 10 s; try again")
                 return {**answer, **self._description()}
             case _:
                 answer = self._ask(request, request.wait_s)

@@ -52,7 +52,7 @@ class ModuleWatch:
         modules = list(module.modules())
         self._children = [m._modules for m in modules if m._modules]
         self._held = [h for m in modules for h in (m._parameters, m._buffers) if h]
-        # Dictionaries that are empty now must stay so: as one number, to look at them cheaply.
+        # Dictionaries that are empty now must stay so; most are, and need no list of their own.
         self._empty = [h for m in modules for h in (m._modules, m._parameters, m._buffers) if not h]
         self._submodules = list(self._listed(self._children))
         self._keys = list(chain.from_iterable(self._held))
