@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,7 +20,8 @@ from transports.cuda_memory import DEVICE, OnCuda
 from transports.fake_device import FakeDevice
 from transports.pairs import Pair, connect, deadline, random_bytes, row, table
 from transports.stream_contract import StreamContract
-from weightsync.errors import UnavailableError
+from weightsync.device_tables import CudaCopy
+from weightsync.errors import TransportError, UnavailableError
 from weightsync.native import CONVERT_FP32_TO_BF16, copy_segments, digest_segments
 from weightsync.tables import DigestRows, digest_rows
 from weightsync.transports import nixl_agent, p2p_cuda_probe
@@ -28,7 +30,8 @@ from weightsync.transports.ipc import IpcTransport
 from weightsync.transports.loopback import LoopbackTransport
 from weightsync.transports.nixl_binding import NIXL_MODULES
 from weightsync.transports.p2p import P2pSource, P2pTransport
-from weightsync.transports.p2p_cuda import DeviceWay
+from weightsync.transports.p2p_cuda import DeviceWay, PeerMemory
+from weightsync.transports.published import DeviceCopied, EpochBoard
 
 needs_nixl = pytest.mark.skipif(
     all(importlib.util.find_spec(name.partition(".")[0]) is None for name in NIXL_MODULES),
@@ -139,6 +142,33 @@ class TestMapped(_P2p, FullContract):
         assert np.array_equal(np.asarray(local), np.asarray(remote))
         pair.source.direct().withdraw()
         self._until_refused(lambda: pair.read(row(ptr, local.ctypes.data, 100_000)))
+        assert not fake.mapped
+
+    def test_what_is_withdrawn_under_a_read_is_let_go(
+        self, pair: Pair, fake: FakeDevice, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Whichever look at the trainer's word it is that finds it gone."""
+        remote, local = pair.published(100_000), self.landing(100_000)
+        ptr = pair.open([remote], [local])[0]
+        copy, refresh, withdrawn = PeerMemory.run, EpochBoard.refresh, threading.Event()
+
+        def withdrawn_meanwhile(memory: PeerMemory, work: CudaCopy) -> DeviceCopied:
+            found = copy(memory, work)
+            pair.source.direct().withdraw()
+            withdrawn.set()
+            return found
+
+        def until_told(board: EpochBoard) -> None:
+            refresh(board)
+            end = deadline(5.0)
+            while withdrawn.is_set() and board.is_published:
+                end.check()
+                refresh(board)
+
+        monkeypatch.setattr(PeerMemory, "run", withdrawn_meanwhile)
+        monkeypatch.setattr(EpochBoard, "refresh", until_told)
+        with pytest.raises(TransportError, match="stale"):
+            pair.read(row(ptr, local.ctypes.data, 100_000))
         assert not fake.mapped
 
     def test_digests_are_taken_on_the_way(self, pair: Pair) -> None:

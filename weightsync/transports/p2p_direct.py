@@ -282,6 +282,15 @@ class P2pDirectTarget(DirectTarget):
             self._chunks[chunk_bytes] = LandingChunks(self._agent, device, chunk_bytes)
         return self._chunks[chunk_bytes]
 
+    def _check_current(self, epoch: int) -> None:
+        """Raise, and keep nothing mapped, if what was published has been withdrawn."""
+        self._board.refresh()
+        try:
+            self._board.check(epoch)
+        except TransportError:
+            self._let_go()
+            raise
+
     def _let_go(self) -> None:
         """What is kept mapped is no longer published."""
         if self._kept is not None:
@@ -303,18 +312,12 @@ class P2pDirectTarget(DirectTarget):
         if not isinstance(state, _State) or state.opened is not self._opened:
             raise TransportError("this read was prepared for regions that are no longer open")
         epoch = state.opened.published.epoch
-        self._board.refresh()
-        try:
-            self._board.check(epoch)
-        except TransportError:
-            self._let_go()
-            raise
+        self._check_current(epoch)
         deadline.check()
         copied = state.read(deadline)
         if copied is not None:
             prepared.device_s, prepared.digests = copied.device_s, copied.digests
-        self._board.refresh()
-        self._board.check(epoch)  # withdrawn meanwhile: what was read may be torn
+        self._check_current(epoch)  # withdrawn meanwhile: what was read may be torn
         self._inbox.check()  # the number of a process that ended may belong to another by now
         reach("direct.read_done")
 

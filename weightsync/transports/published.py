@@ -399,6 +399,15 @@ class DirectReader(DirectTarget):
             self._path = self._find_path(deadline)
         return self._path.map(regions, self._board), self._path
 
+    def _check_current(self, epoch: int) -> None:
+        """Raise, and keep nothing mapped, if what was published has been withdrawn."""
+        self._board.refresh()
+        try:
+            self._board.check(epoch)
+        except TransportError:
+            self._let_go()
+            raise
+
     def _let_go(self) -> None:
         """What a device path has mapped is no longer published."""
         if self._device_path is not None:
@@ -450,12 +459,7 @@ class DirectReader(DirectTarget):
         opened, work = prepared.state
         if not isinstance(opened, _Opened) or opened is not self._opened:
             raise TransportError("this read was prepared for regions that are no longer open")
-        self._board.refresh()
-        try:
-            self._board.check(opened.epoch)
-        except TransportError:
-            self._let_go()
-            raise
+        self._check_current(opened.epoch)
         if isinstance(opened.path, DevicePath):
             deadline.check()
             copied = opened.path.copy(work)
@@ -468,8 +472,7 @@ class DirectReader(DirectTarget):
                 deadline,
                 self._inbox.link.lost,
             )
-        self._board.refresh()
-        self._board.check(opened.epoch)  # withdrawn meanwhile: what was read may be torn
+        self._check_current(opened.epoch)  # withdrawn meanwhile: what was read may be torn
         if (reason := self._inbox.link.lost()) is not None:
             # The number of a process that ended may belong to another one by now.
             raise PeerLostError(f"{reason} (stage {deadline.stage!r})")
