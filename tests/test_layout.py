@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightsync.errors import LayoutError, ProtocolError, UnknownNameError, WeightSyncError
-from weightsync.layout import NO_REGION, Layout, PlacedBox, Region, TensorLayout
+from weightsync.layout import NO_REGION, Layout, PlacedBox, Region, TensorLayout, join_layouts
 from weightsync.tables import dense_strides
 from weightsync.types import Box, RegionKind, SlotKind, TensorMeta, item_bytes
 
@@ -175,3 +175,34 @@ def test_the_digest_knows_everything_but_addresses() -> None:
 
 def test_all_errors_are_ours() -> None:
     assert issubclass(LayoutError, WeightSyncError)
+
+
+# --- layouts of several ranks -----------------------------------------------------------------------
+
+
+def of_rank(rank: int, world_size: int, *tensors: TensorLayout, **aliases: str) -> Layout:
+    moved = (replace(t, placed=tuple(replace(p, rank=rank) for p in t.placed)) for t in tensors)
+    regions = tuple((Region(24),) if r == rank else () for r in range(world_size))
+    return Layout(world_size, tuple(moved), regions, aliases)
+
+
+def test_ranks_join_in_their_order() -> None:
+    second = of_rank(1, 2, tensor("a"), tensor("b"), tied="b")
+    joined = join_layouts([of_rank(0, 2, tensor("a")), second])
+    assert [t.name for t in joined.tensors] == ["a", "b"]
+    assert [p.rank for p in joined.tensors[0].placed] == [0, 1]
+    assert joined.aliases == {"tied": "b"}
+    assert joined.regions == ((Region(24),), (Region(24),))
+
+
+@pytest.mark.parametrize(
+    ("second", "words"),
+    [
+        (of_rank(1, 2, tensor("a", (3, 2))), r"'a': ranks 0 and 1 disagree about its form"),
+        (of_rank(1, 2, tensor("a"), tensor("b"), tied="b"), "rank 1 ties 'tied' to 'b'"),
+        (of_rank(1, 3), "rank 1 declares a layout of 3 ranks, there are 2"),
+    ],
+)
+def test_ranks_must_agree(second: Layout, words: str) -> None:
+    with pytest.raises(LayoutError, match=words):
+        join_layouts([of_rank(0, 2, tensor("a"), tied="a"), second])

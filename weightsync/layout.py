@@ -10,8 +10,8 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -173,6 +173,40 @@ class Layout:
             raise
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             raise ProtocolError(f"malformed layout: {error!r}") from error
+
+
+def join_layouts(parts: Sequence[Layout]) -> Layout:
+    """One layout from what each rank declares of itself (part i: of rank i, of ``len(parts)``).
+
+    Raises :class:`LayoutError` naming the ranks if they disagree about a tensor or its aliases.
+    """
+    tensors: dict[str, TensorLayout] = {}
+    placed: dict[str, list[PlacedBox]] = {}
+    first: dict[str, int] = {}
+    aliases: dict[str, str] = {}
+    for rank, part in enumerate(parts):
+        if part.world_size != len(parts):
+            raise LayoutError(
+                f"rank {rank} declares a layout of {part.world_size} ranks, there are {len(parts)}"
+            )
+        for tensor in part.tensors:
+            known = tensors.setdefault(tensor.name, tensor)
+            if (known.wire_forms, known.kind) != (tensor.wire_forms, tensor.kind):
+                raise LayoutError(
+                    f"{tensor.name!r}: ranks {first[tensor.name]} and {rank} disagree about its form: "
+                    f"{known.kind} {list(known.wire_forms)} and {tensor.kind} "
+                    f"{list(tensor.wire_forms)}"
+                )
+            first.setdefault(tensor.name, rank)
+            placed.setdefault(tensor.name, []).extend(tensor.placed)
+        for alias, name in part.aliases.items():
+            if aliases.setdefault(alias, name) != name:
+                raise LayoutError(
+                    f"rank {rank} ties {alias!r} to {name!r}, another one to {aliases[alias]!r}"
+                )
+    joined = (replace(t, placed=tuple(placed[t.name])) for t in tensors.values())
+    regions = tuple(part.regions[rank] for rank, part in enumerate(parts))
+    return Layout(len(parts), tuple(joined), regions, aliases)
 
 
 def _tensor_to_json(tensor: TensorLayout) -> list[Any]:

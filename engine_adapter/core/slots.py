@@ -309,22 +309,3 @@ def _fingerprint(tensor: Tensor) -> Fingerprint:
         tuple(tensor.shape),
         tuple(stride * item for stride in tensor.stride()),
     )
-
-
-def join_layouts(parts: Sequence[Layout]) -> Layout:
-    """One layout of an engine from what each of its ranks declares, in rank order.
-
-    Raises :class:`LayoutError` if they disagree about a tensor's wire forms.
-    """
-    tensors: dict[str, TensorLayout] = {}
-    for part in parts:
-        for tensor in part.tensors:
-            known = tensors.get(tensor.name)
-            if known is None:
-                tensors[tensor.name] = tensor
-                continue
-            if (known.wire_forms, known.kind) != (tensor.wire_forms, tensor.kind):
-                raise LayoutError(f"{tensor.name!r}: ranks of the engine disagree about its form")
-            tensors[tensor.name] = replace(known, placed=(*known.placed, *tensor.placed))
-    regions = tuple(part.regions[rank] for rank, part in enumerate(parts))
-    return Layout(len(parts), tuple(tensors.values()), regions, dict(parts[0].aliases))

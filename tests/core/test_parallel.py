@@ -13,8 +13,7 @@ from core_runner import Runner, prompt_log_probs
 from processes import Child
 
 from engine_adapter.core.model import DecoderModel
-from engine_adapter.core.slots import join_layouts
-from weightsync.layout import Layout
+from weightsync.layout import Layout, join_layouts
 from weightsync.types import Box
 
 LIMIT_S = 60.0

@@ -14,9 +14,10 @@ from engine_adapter.core.model import DecoderModel
 from engine_adapter.core.parallel import Group
 from engine_adapter.core.reach import reachable_tensors
 from engine_adapter.core.shards import Shards
-from engine_adapter.core.slots import SlotTable, join_layouts
+from engine_adapter.core.slots import SlotTable
 from engine_adapter.core.weights import storage_specs
 from weightsync.errors import ConfigError, LayoutError, ShapeMismatchError
+from weightsync.layout import join_layouts
 from weightsync.plan import make_plan
 from weightsync.transports import get_transport
 from weightsync.types import Box, SlotKind
@@ -192,14 +193,6 @@ def test_splits_that_cannot_be(act: Any, words: str | None) -> None:
         return
     with pytest.raises(ConfigError, match=words):
         act(config)
-
-
-def test_layouts_of_ranks_must_agree() -> None:
-    config = config_of("dense")
-    first = rank_of(config, Shards(0, 2, 2)).slots.layout(0, 2)
-    other = DecoderModel(config_of("odd"), torch.bfloat16).slots.layout(0, 1)
-    with pytest.raises(LayoutError, match="disagree about its form"):
-        join_layouts([first, other])
 
 
 # --- derived tensors and sealing ------------------------------------------------------------------
