@@ -26,7 +26,8 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ),
     ("weightsync.transports",),
     (
-        "weightsync.binding", "weightsync.plan", "weightsync.bucket", "weightsync.layout",
+        "weightsync.binding", "weightsync.plan", "weightsync.planning", "weightsync.bucket",
+        "weightsync.layout",
         "weightsync.manifest", "weightsync.coverage", "weightsync.digest", "weightsync.tables",
         "weightsync.tensors", "weightsync.watch", "weightsync.naming", "weightsync.engine",
         "weightsync.memory", "weightsync.native", "weightsync.native_attention",
@@ -46,7 +47,22 @@ ALLOWED_UP = {
     ("weightsync.deadline", "weightsync.native"),
 }
 
-PURE = ("plan", "layout", "types", "errors", "session", "session_leader", "session_rank")
+PURE = (
+    "plan",
+    "planning.transfers",
+    "planning.columns",
+    "planning.cover",
+    "planning.balance",
+    "planning.topology",
+    "planning.contract",
+    "planning.check",
+    "layout",
+    "types",
+    "errors",
+    "session",
+    "session_leader",
+    "session_rank",
+)
 IMPURE = {"socket", "torch", "ctypes", "multiprocessing", "subprocess", "http", "mmap", "nixl"}
 
 
