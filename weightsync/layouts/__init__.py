@@ -1,0 +1,30 @@
+"""Layouts of trainers and engines: from real tensors, from name rules, from a description.
+
+Importing this package costs nothing: every public name is loaded when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from weightsync.layouts.describe import engine_layout, preset_metas, trainer_layout
+
+_HOMES = {
+    "weightsync.layouts.describe": ("engine_layout", "preset_metas", "trainer_layout"),
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'weightsync.layouts' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME_OF])
+
+
+__all__ = ["engine_layout", "preset_metas", "trainer_layout"]
