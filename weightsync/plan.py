@@ -32,6 +32,7 @@ from weightsync.planning.check import check_plan
 from weightsync.planning.columns import LayoutColumns, columns_of
 from weightsync.planning.contract import SourceMemory, choose_contract, num_direct_ops, on_devices
 from weightsync.planning.cover import Drafted, draft
+from weightsync.planning.share import RankShare, share_of
 from weightsync.planning.topology import Sites, one_card_each
 from weightsync.planning.transfers import PlannedTensor, Transfer, Transfers
 from weightsync.types import (
@@ -100,9 +101,26 @@ class RefitPlan:
     @cached_property
     def digest(self) -> str:
         """sha256 of everything in it; the same on every machine and in every process."""
-        head = self._head_json() | {"columns": self.transfers.start.shape}
+        head = self._head_json() | {
+            "names": [m.name for m in self.metas],
+            "wire": [m.dtype for m in self.metas],
+            "shapes": [m.shape for m in self.metas],
+            "places": [(t.source, t.target) for t in self.tensors],
+        }
         body = json.dumps(head, separators=(",", ":"), sort_keys=True)
         return hashlib.sha256(body.encode() + self.transfers.to_bytes()).hexdigest()
+
+    def share(
+        self,
+        source: Layout | SourceMemory,
+        *,
+        source_rank: int | None = None,
+        target_rank: int | None = None,
+    ) -> RankShare:
+        """What one rank needs of it. ``source`` is the layout it was made of; for many shares make
+        ``SourceMemory(layout)`` once."""
+        memory = SourceMemory(source) if isinstance(source, Layout) else source
+        return share_of(self, memory, source_rank=source_rank, target_rank=target_rank)
 
     def bytes_by_pair(self) -> dict[tuple[int, int], int]:
         """(source rank, target rank) -> bytes."""
@@ -130,15 +148,16 @@ class RefitPlan:
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON; :meth:`from_json` is its exact inverse."""
-        return self._head_json() | {"transfers": self.transfers.to_json()}
+        tensors = [
+            [t.meta.name, t.meta.dtype, t.meta.shape, t.source, t.target] for t in self.tensors
+        ]
+        rows = self.transfers.to_json()
+        return self._head_json() | {"tensors": tensors, "transfers": rows}
 
     def _head_json(self) -> dict[str, Any]:
         return {
             "source_digest": self.source_digest,
             "target_digest": self.target_digest,
-            "tensors": [
-                [t.meta.name, t.meta.dtype, t.meta.shape, t.source, t.target] for t in self.tensors
-            ],
             "contract": self.contract.value,
             "contract_reason": self.contract_reason,
             "bucket_bytes": self.bucket_bytes,

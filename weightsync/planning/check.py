@@ -6,15 +6,18 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from weightsync.errors import ProtocolError
 from weightsync.layout import Layout
-from weightsync.planning.columns import columns_of, widened
+from weightsync.planning.columns import LayoutColumns, columns_of, widened
 from weightsync.planning.transfers import PlannedTensor, Transfer, Transfers
 from weightsync.types import BUCKET_ALIGNMENT_BYTES, Box, SlotKind, item_bytes
 
 if TYPE_CHECKING:
     from weightsync.plan import RefitPlan
+
+Int64 = npt.NDArray[np.int64]
 
 _MAX_BUCKET_BYTES = 2**48
 
@@ -62,8 +65,36 @@ def _check_transfers(
         _check_transfer(t, tensors[t.tensor], source, target)
     if len(rows):
         raise ProtocolError(f"plan: transfer {int(rows[0])} does not fit the layouts")
+    _check_covered(tensors, transfers, target, None)
+
+
+def check_slots(
+    tensors: Sequence[PlannedTensor], transfers: Transfers, target: Layout, *, rank: int
+) -> None:
+    """Every slot that ``rank`` has of ``tensors`` is brought exactly once, within its bounds.
+
+    Raises :class:`ProtocolError` naming the tensor.
+    """
+    columns = columns_of(target)
+    for planned in tensors:
+        if not 0 <= planned.target < len(target.tensors):
+            raise ProtocolError(f"plan: tensor {planned.meta.name!r} points outside the layout")
+        mine = target.tensors[planned.target]
+        if planned.meta not in mine.wire_forms:
+            raise ProtocolError(f"plan: {planned.meta} is not a wire form of {mine.name!r}")
+    places = [t.target for t in tensors]
+    fits = _fits(transfers, columns, places, transfers.target_placed, transfers.target_rank)
+    if not fits.all():
+        t = transfers[int(np.argmin(fits))]
+        raise ProtocolError(f"plan: a transfer of {tensors[t.tensor].meta.name!r} leaves its slot")
+    _check_covered(tensors, transfers, target, rank)
+
+
+def _check_covered(
+    tensors: Sequence[PlannedTensor], transfers: Transfers, target: Layout, rank: int | None
+) -> None:
     brought: dict[tuple[int, int], list[Box]] = {}
-    for t in transfers.take(_in_parts(tensors, transfers, target)):
+    for t in transfers.take(_in_parts(tensors, transfers, target, rank)):
         brought.setdefault((t.tensor, t.target_placed), []).append(t.box)
     for (i, j), parts in brought.items():
         planned = tensors[i]
@@ -77,8 +108,8 @@ def _not_once(planned: PlannedTensor, box: Box) -> ProtocolError:
 
 
 def _in_parts(
-    tensors: Sequence[PlannedTensor], transfers: Transfers, target: Layout
-) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    tensors: Sequence[PlannedTensor], transfers: Transfers, target: Layout, rank: int | None
+) -> Int64:
     """Rows of slots that several transfers bring, or that are empty. Raises for a slot that gets more
     or less than it holds."""
     columns = columns_of(target)
@@ -90,6 +121,8 @@ def _in_parts(
     wanted = np.zeros(len(columns.rank), dtype=bool)
     for i in at.tolist():
         wanted[columns.first[i] : columns.first[i + 1]] = True
+    if rank is not None:
+        wanted &= columns.rank == rank
     sums = np.zeros(len(columns.rank), dtype=np.int64)
     np.add.at(sums, rows, np.prod(transfers.extent, axis=1))
     volumes = np.prod(columns.stop - columns.start, axis=1)
@@ -105,7 +138,7 @@ def _in_parts(
 
 def _doubtful(
     tensors: Sequence[PlannedTensor], transfers: Transfers, source: Layout, target: Layout
-) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+) -> Int64:
     """Rows that do not fit both layouts."""
     in_range = (transfers.heads >= 0).all(axis=1) & (transfers.tensor < len(tensors))
     if not in_range.all() or not len(tensors):
@@ -115,23 +148,31 @@ def _doubtful(
     fits = transfers.num_dims == dims[transfers.tensor]
     volume = np.prod(transfers.extent, axis=1)
     fits &= transfers.num_bytes == volume * items[transfers.tensor]
-    sides = (
+    heads = (
         (source, [t.source for t in tensors], transfers.source_placed, transfers.source_rank),
         (target, [t.target for t in tensors], transfers.target_placed, transfers.target_rank),
     )
-    layouts = [columns_of(layout) for layout, *_ in sides]
-    most = max(transfers.start.shape[1], *(c.num_dims for c in layouts))
-    start, stop = widened(transfers.start, transfers.stop, most)
-    for columns, (_, places, placed, ranks) in zip(layouts, sides, strict=True):
-        if not len(columns.rank):
-            return np.arange(len(transfers), dtype=np.int64)
-        columns = columns.widened(most)
-        at = np.array(places, dtype=np.int64)[transfers.tensor]
-        is_there = placed < columns.first[at + 1] - columns.first[at]
-        rows = np.where(is_there, columns.first[at] + placed, 0)
-        inside = ((columns.start[rows] <= start) & (stop <= columns.stop[rows])).all(axis=1)
-        fits &= is_there & (inside | (volume == 0)) & (columns.rank[rows] == ranks)
+    for layout, places, placed, ranks in heads:
+        fits &= _fits(transfers, columns_of(layout), places, placed, ranks)
     return np.flatnonzero(~fits).astype(np.int64, copy=False)
+
+
+def _fits(
+    transfers: Transfers, columns: LayoutColumns, places: list[int], placed: Int64, ranks: Int64
+) -> npt.NDArray[np.bool_]:
+    """[transfers] whether each lies within the placement that it names, on the rank it names."""
+    if not len(columns.rank) or not len(transfers):
+        return np.zeros(len(transfers), dtype=bool)
+    most = max(transfers.start.shape[1], columns.num_dims)
+    start, stop = widened(transfers.start, transfers.stop, most)
+    columns = columns.widened(most)
+    at = np.array(places, dtype=np.int64)[transfers.tensor]
+    is_there = placed < columns.first[at + 1] - columns.first[at]
+    rows = np.where(is_there, columns.first[at] + placed, 0)
+    inside = ((columns.start[rows] <= start) & (stop <= columns.stop[rows])).all(axis=1)
+    is_empty = np.prod(transfers.extent, axis=1) == 0
+    found: npt.NDArray[np.bool_] = is_there & (inside | is_empty) & (columns.rank[rows] == ranks)
+    return found
 
 
 def _check_transfer(t: Transfer, planned: PlannedTensor, source: Layout, target: Layout) -> None:

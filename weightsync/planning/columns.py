@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsync.layout import Layout
-from weightsync.planning.transfers import padded_boxes
+from weightsync.planning.transfers import padded, padded_boxes
 from weightsync.types import item_bytes
 
 Int64 = npt.NDArray[np.int64]
@@ -84,11 +84,10 @@ def memory_of(layout: Layout) -> MemoryColumns:
     """The memory columns of a layout."""
     placed = [p for t in layout.tensors for p in t.placed]
     dtypes = {d: i for i, d in enumerate(sorted({p.dtype for p in placed}))}
-    strides, _ = padded_boxes([p.strides_bytes for p in placed], [p.box.stop for p in placed])
     return MemoryColumns(
         np.array([p.region for p in placed], dtype=np.int64),
         np.array([p.offset_bytes for p in placed], dtype=np.int64),
-        strides,
+        padded([p.strides_bytes for p in placed], 0),
         np.array([dtypes[p.dtype] for p in placed], dtype=np.int64),
         tuple(dtypes),
     )

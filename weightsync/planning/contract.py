@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from weightsync.errors import UnavailableError
 from weightsync.layout import Layout
-from weightsync.planning.columns import MemoryColumns, memory_of
+from weightsync.planning.columns import MemoryColumns, columns_of, memory_of
 from weightsync.planning.transfers import PlannedTensor, Transfer, Transfers
 from weightsync.types import (
     Availability,
@@ -65,13 +65,15 @@ def _devices(layout: Layout) -> set[str]:
 
 
 class SourceMemory:
-    """What the choice looks at on the source's side, as columns; made once for several engines."""
+    """The source's memory as columns: what the choice looks at, and what shares tell targets. Made once
+    for several engines."""
 
     def __init__(self, layout: Layout) -> None:
         counts = [len(t.placed) for t in layout.tensors]
         self.first: Int64 = np.zeros(len(counts) + 1, dtype=np.int64)
         np.cumsum(counts, out=self.first[1:])
         self.memory: MemoryColumns = memory_of(layout)
+        self.start: Int64 = columns_of(layout).start
         temporary = [
             layout.regions[p.rank][p.region].kind is RegionKind.TEMPORARY
             for t in layout.tensors

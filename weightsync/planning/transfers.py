@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any, overload
 
 import numpy as np
@@ -184,9 +185,14 @@ def padded_boxes(
     starts: Sequence[Sequence[int]], stops: Sequence[Sequence[int]]
 ) -> tuple[Int64, Int64]:
     """Boxes of any dimensions as two arrays [n, most dimensions], at least one."""
-    dims = max(1, *(len(s) for s in starts)) if starts else 1
-    zeros, ones = [0] * dims, [1] * dims
-    start = [[*s, *zeros[len(s) :]] for s in starts]
-    stop = [[*s, *ones[len(s) :]] for s in stops]
-    arrays = (np.array(rows, dtype=np.int64).reshape(-1, dims) for rows in (start, stop))
-    return next(arrays), next(arrays)
+    return padded(starts, 0), padded(stops, 1)
+
+
+def padded(values: Sequence[Sequence[int]], fill: int) -> Int64:
+    """Lists of numbers as int64 [n, longest (at least 1)], filled up behind."""
+    counts = np.fromiter(map(len, values), dtype=np.int64, count=len(values))
+    flat = np.fromiter(chain.from_iterable(values), dtype=np.int64, count=int(counts.sum()))
+    width = max(1, int(counts.max(initial=0)))
+    found = np.full((len(values), width), fill, dtype=np.int64)
+    found[np.arange(width) < counts[:, None]] = flat
+    return found
