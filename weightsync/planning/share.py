@@ -91,16 +91,22 @@ class RankShare:
     @cached_property
     def digest(self) -> str:
         """sha256 of everything in it."""
-        body = json.dumps(self.to_json(), separators=(",", ":"), sort_keys=True)
-        return hashlib.sha256(body.encode()).hexdigest()
+        body = json.dumps(self._head_json(), separators=(",", ":"), sort_keys=True)
+        return hashlib.sha256(body.encode() + self._columns()).hexdigest()
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON, the columns as base64 of deflated little-endian int64."""
-        t = self.transfers
-        held = self.source
-        columns = [t.heads, t.start, t.stop, held.region, held.offset_bytes, held.strides_bytes,
-                   held.dtype]  # fmt: skip
-        flat = b"".join(np.ascontiguousarray(c.T).astype("<i8").tobytes() for c in columns)
+        columns = zlib.compress(self._columns(), 6)
+        return self._head_json() | {"columns": base64.b64encode(columns).decode()}
+
+    def _columns(self) -> bytes:
+        """Column after column, as they compress well."""
+        t, held = self.transfers, self.source
+        arrays = (t.heads, t.start, t.stop, held.region, held.offset_bytes, held.strides_bytes,
+                  held.dtype)  # fmt: skip
+        return b"".join(np.ascontiguousarray(a.T).astype("<i8").tobytes() for a in arrays)
+
+    def _head_json(self) -> dict[str, Any]:
         metas = [p.meta for p in self.tensors]
         return {
             "share": SHARE_VERSION,
@@ -112,8 +118,7 @@ class RankShare:
             "shapes": [m.shape for m in metas],
             "places": [(p.source, p.target) for p in self.tensors],
             "dtypes": self.dtypes,
-            "size": [len(t), t.start.shape[1]],
-            "columns": base64.b64encode(zlib.compress(flat, 6)).decode(),
+            "size": [len(self.transfers), self.transfers.start.shape[1]],
         }
 
     @classmethod
