@@ -168,9 +168,20 @@ def num_direct_ops(
     return _num_runs(columns, memory.memory, memory.rows(tensors, columns))
 
 
+def run_counts(
+    transfers: Transfers, source: SourceMemory, tensors: Sequence[PlannedTensor]
+) -> Int64:
+    """[transfers] contiguous runs of the source in each."""
+    return _runs(transfers, source.memory, source.rows(tensors, transfers))
+
+
 def _num_runs(transfers: Transfers, memory: MemoryColumns, rows: Int64) -> int:
+    return int(_runs(transfers, memory, rows).sum())
+
+
+def _runs(transfers: Transfers, memory: MemoryColumns, rows: Int64) -> Int64:
     if not len(rows):
-        return 0
+        return rows
     dense, count = memory.item_bytes[rows].copy(), np.ones(len(rows), dtype=np.int64)
     # Padded dimensions have one element and change nothing.
     for d in reversed(range(min(transfers.start.shape[1], memory.strides_bytes.shape[1]))):
@@ -178,4 +189,4 @@ def _num_runs(transfers: Transfers, memory: MemoryColumns, rows: Int64) -> int:
         is_gap = (extent > 1) & (stride != dense)
         count = np.where(is_gap, count * extent, count)
         dense = np.where(is_gap, stride * extent, dense * extent)
-    return int(count.sum())
+    return count
