@@ -26,7 +26,8 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ),
     ("weightsync.transports",),
     (
-        "weightsync.binding", "weightsync.plan", "weightsync.planning", "weightsync.bucket",
+        "weightsync.binding", "weightsync.plan", "weightsync.planning", "weightsync.cost",
+        "weightsync.bucket",
         "weightsync.layout",
         "weightsync.manifest", "weightsync.coverage", "weightsync.digest", "weightsync.tables",
         "weightsync.tensors", "weightsync.watch", "weightsync.naming", "weightsync.engine",

@@ -82,7 +82,7 @@ def study(
     progress("planning")
     plans = plan_engines(
         source, [target] * setup.num_engines, bucket_bytes=setup.bucket_bytes,
-        capabilities=_capabilities(setup), source_sites=cluster.trainer,
+        capabilities=_capabilities(setup, target.world_size), source_sites=cluster.trainer,
         target_sites=cluster.engines,
     )  # fmt: skip
     progress("weighing links")
@@ -140,15 +140,18 @@ def _cluster(trainer_ranks: int, engine_ranks: int, setup: Setup) -> Cluster:
     return Cluster(trainer, tuple(engines))
 
 
-def _capabilities(setup: Setup) -> Capabilities:
-    """Of the one-sided transport, by the same constants."""
+def _capabilities(setup: Setup, engine_ranks: int) -> Capabilities:
+    """Of the one-sided transport, by the same constants; an engine's ranks work side by side."""
     rate = setup.line_bytes_per_s * setup.constants.nic_share.value
-    direct = CostConstants(setup.constants.nic_op_s.value, rate)
-    # A stream packs and unpacks beside the wire, slot by slot.
-    slot_s = 4 * setup.bucket_bytes / setup.constants.device_copy_bytes_per_s.value
-    stream = CostConstants(slot_s + setup.constants.nic_op_s.value, rate)
+    op_s = setup.constants.nic_op_s.value
+    # A stream fills and empties slots beside the wire; only the first and the last are waited for.
+    copy_s = 2 * setup.bucket_bytes / setup.constants.device_copy_bytes_per_s.value
+    bytes_per_s = rate * engine_ranks
     yes = Availability(True)
     return Capabilities(
         "p2p", {Contract.DIRECT: yes, Contract.STREAM: yes},
-        {Contract.DIRECT: direct, Contract.STREAM: stream},
+        {
+            Contract.DIRECT: CostConstants(op_s / engine_ranks, bytes_per_s),
+            Contract.STREAM: CostConstants((op_s + copy_s) / engine_ranks, bytes_per_s),
+        },
     )  # fmt: skip
