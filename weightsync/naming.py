@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from weightsync.errors import ConfigError, LayoutError
+from weightsync.layouts.dtensor import Trainer, is_dtensor
+from weightsync.layouts.refused import check_module, check_name, check_source
 
 NamedTensor = tuple[str, Any]
 
@@ -113,10 +115,17 @@ class RuledTensors:
     dropped: dict[str, str] = field(default_factory=dict)
 
 
-def apply_rules(named: Iterable[NamedTensor], rules: Sequence[Rule]) -> RuledTensors:
-    """Every name through the first rule that matches it."""
+def apply_rules(
+    named: Iterable[NamedTensor], rules: Sequence[Rule], trainer: Trainer | None = None
+) -> RuledTensors:
+    """Every name through the first rule that matches it; DTensors become this rank's boxes.
+
+    Raises :class:`LayoutError` for what is no tensor by name: FSDP1's flat parameters, adapters,
+    optimizer state.
+    """
     result = RuledTensors([], {})
-    for name, tensor in named:
+    for name, tensor in (trainer or Trainer()).localise(named):
+        check_source(name, tensor)
         for rule in rules:
             found = rule.apply(name, tensor)
             if found is None:
@@ -127,20 +136,27 @@ def apply_rules(named: Iterable[NamedTensor], rules: Sequence[Rule]) -> RuledTen
             break
         else:
             result.named.append((name, tensor))
+    for name, _ in result.named:
+        check_name(name)
     return result
 
 
-def module_tensors(module: Any, rules: Sequence[Rule]) -> RuledTensors:
+def module_tensors(
+    module: Any, rules: Sequence[Rule], trainer: Trainer | None = None
+) -> RuledTensors:
     """Parameters of a ``torch.nn.Module`` (tied names included) and the buffers that rules include.
 
     Tensors are detached. Buffers that no :class:`Include` names are listed as dropped.
     """
-    named = [(n, p.detach()) for n, p in module.named_parameters(remove_duplicate=False)]
+    check_module(module)
+    parameters = module.named_parameters(remove_duplicate=False)
+    # A detached DTensor is a new one, and has the same local tensor.
+    named = [(n, p if is_dtensor(p) else p.detach()) for n, p in parameters]
     buffers = list(module.named_buffers(remove_duplicate=False))
     includes = [r for r in rules if isinstance(r, Include)]
     wanted = [(n, b) for n, b in buffers if any(r.apply(n, b) is not None for r in includes)]
     others = [r for r in rules if not isinstance(r, Include)]
-    result = apply_rules([*named, *wanted], others)
+    result = apply_rules([*named, *wanted], others, trainer)
     kept = {n for n, _ in wanted}
     for name, _ in buffers:
         if name not in kept:
