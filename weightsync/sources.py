@@ -13,7 +13,7 @@ from weightsync.errors import ConfigError
 from weightsync.layouts.dtensor import Trainer, dtensor_class, is_dtensor, local_part
 from weightsync.layouts.fsdp2 import gatherers, reshard
 from weightsync.layouts.sharded import Sharded
-from weightsync.naming import Rule, RuledTensors, apply_rules, module_tensors, rules_for
+from weightsync.naming import Rule, RuledTensors, apply_rules, check_used, module_tensors, rules_for
 from weightsync.tensors import LocalTensors, local_tensors, view_of
 from weightsync.types import CastPolicy, TensorMeta, parse_bytes
 from weightsync.watch import Look, ModuleWatch, laziness, local_tensors_of, where
@@ -57,6 +57,8 @@ class ModuleSource:
             self.forget()  # what is no longer sent need not stay in memory meanwhile
             rules = rules_for(module) if self._rules is None else self._rules
             ruled = module_tensors(module, rules, Trainer(self._rank, self._world_size))
+            if self._world_size == 1:  # one of several ranks may well have none of a rule's names
+                check_used(rules, ruled.used)
             found = local_tensors(
                 ruled.named, cast=self._cast, rank=self._rank, world_size=self._world_size
             )
