@@ -10,9 +10,27 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from weightsync.layouts.describe import engine_layout, preset_metas, trainer_layout
+    from weightsync.layouts.megatron import (
+        MegatronModel,
+        MegatronPlace,
+        MegatronRules,
+        megatron_named,
+    )
+    from weightsync.layouts.megatron_names import Cut, MegatronName
+    from weightsync.layouts.rules import BoxRule, InTurn, LocalPart, Renumber, ShardRule
+    from weightsync.layouts.sharded import Piece, Sharded
 
 _HOMES = {
     "weightsync.layouts.describe": ("engine_layout", "preset_metas", "trainer_layout"),
+    "weightsync.layouts.megatron": (
+        "MegatronModel",
+        "MegatronPlace",
+        "MegatronRules",
+        "megatron_named",
+    ),
+    "weightsync.layouts.megatron_names": ("Cut", "MegatronName"),
+    "weightsync.layouts.rules": ("BoxRule", "InTurn", "LocalPart", "Renumber", "ShardRule"),
+    "weightsync.layouts.sharded": ("Piece", "Sharded"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
@@ -27,4 +45,21 @@ def __dir__() -> list[str]:
     return sorted([*globals(), *_HOME_OF])
 
 
-__all__ = ["engine_layout", "preset_metas", "trainer_layout"]
+__all__ = [
+    "BoxRule",
+    "Cut",
+    "InTurn",
+    "LocalPart",
+    "MegatronModel",
+    "MegatronName",
+    "MegatronPlace",
+    "MegatronRules",
+    "Piece",
+    "Renumber",
+    "ShardRule",
+    "Sharded",
+    "engine_layout",
+    "megatron_named",
+    "preset_metas",
+    "trainer_layout",
+]
