@@ -9,7 +9,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from weightsync.layouts.check import check_layout
     from weightsync.layouts.describe import engine_layout, preset_metas, trainer_layout
+    from weightsync.layouts.files import checkpoint_layout
     from weightsync.layouts.megatron import (
         MegatronModel,
         MegatronPlace,
@@ -21,7 +23,9 @@ if TYPE_CHECKING:
     from weightsync.layouts.sharded import Piece, Sharded
 
 _HOMES = {
+    "weightsync.layouts.check": ("check_layout",),
     "weightsync.layouts.describe": ("engine_layout", "preset_metas", "trainer_layout"),
+    "weightsync.layouts.files": ("checkpoint_layout",),
     "weightsync.layouts.megatron": (
         "MegatronModel",
         "MegatronPlace",
@@ -58,6 +62,8 @@ __all__ = [
     "Renumber",
     "ShardRule",
     "Sharded",
+    "check_layout",
+    "checkpoint_layout",
     "engine_layout",
     "megatron_named",
     "preset_metas",
