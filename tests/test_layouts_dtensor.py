@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 from distributed_ranks import Whole, collect, fake_rank
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from weightsync.errors import LayoutError
 from weightsync.layouts import preset_metas, trainer_layout
@@ -165,6 +167,58 @@ def test_fsdp_over_tensor_parallel_is_not_what_torch_says_of_one_offset() -> Non
     up = whole.layout.tensors[whole.layout.index["layers.0.up.weight"]]
     rows = [(p.rank, p.box.start[0], p.box.stop[0]) for p in up.placed]
     assert rows == [(0, 0, 3), (1, 6, 9), (2, 3, 6), (3, 9, 11)]
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_any_mesh_and_placements(data: st.DataObject) -> None:
+    """Through real DTensors; every element as it was distributed, on as many ranks as it is replicated."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    sizes = tuple(data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=3)))
+    shape = tuple(data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=3)))
+    dims = st.integers(0, len(shape) - 1)
+    kinds = st.one_of(
+        st.just(Replicate()), dims.map(Shard), dims.map(lambda d: _StridedShard(d, split_factor=2))
+    )
+    placements = [data.draw(kinds) for _ in sizes]
+    values = torch.arange(float(np.prod(shape))).reshape(shape)
+    world_size, alive, untold = int(np.prod(sizes)), [], []
+
+    def one(rank: int) -> LocalTensors:
+        mesh = init_device_mesh("cpu", sizes)
+        alive.append(distribute_tensor(values, mesh, placements, src_data_rank=None))
+        try:
+            return local_tensors([("w", alive[-1])], rank=rank, world_size=world_size)
+        except LayoutError as error:
+            if "cannot be told" not in str(error):
+                raise
+            untold.append(rank)
+            return local_tensors([], rank=rank, world_size=world_size)
+
+    whole = collect(world_size, one)
+    if not untold:
+        whole.check({"w": values})
+
+
+def test_a_declared_order_of_cutting_is_followed() -> None:
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
+
+    values, alive = torch.arange(8.0), []
+
+    def one(rank: int) -> LocalTensors:
+        mesh = init_device_mesh("cpu", (2, 2))
+        outer, inner = divmod(rank, 2)
+        local = values.chunk(2)[inner].chunk(2)[outer]  # the second mesh dimension cuts first
+        meta = TensorMeta(values.shape, values.stride(), values.dtype)
+        order = (ShardOrderEntry(tensor_dim=0, mesh_dims=(1, 0)),)
+        spec = DTensorSpec(mesh, (Shard(0), Shard(0)), meta, shard_order=order)
+        alive.append(DTensor(local, spec, requires_grad=False))
+        return local_tensors([("w", alive[-1])], rank=rank, world_size=4)
+
+    whole = collect(4, one)
+    whole.check({"w": values})
+    assert [p.box.start[0] for p in whole.layout.tensors[0].placed] == [0, 4, 2, 6]
 
 
 # --- experts that transformers keeps fused ------------------------------------------------------------
