@@ -9,10 +9,32 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from weightsync.layouts.check import check_layout
     from weightsync.layouts.describe import engine_layout, preset_metas, trainer_layout
+    from weightsync.layouts.files import checkpoint_layout
+    from weightsync.layouts.megatron import (
+        MegatronModel,
+        MegatronPlace,
+        MegatronRules,
+        megatron_named,
+    )
+    from weightsync.layouts.megatron_names import Cut, MegatronName
+    from weightsync.layouts.rules import BoxRule, InTurn, LocalPart, Renumber, ShardRule
+    from weightsync.layouts.sharded import Piece, Sharded
 
 _HOMES = {
+    "weightsync.layouts.check": ("check_layout",),
     "weightsync.layouts.describe": ("engine_layout", "preset_metas", "trainer_layout"),
+    "weightsync.layouts.files": ("checkpoint_layout",),
+    "weightsync.layouts.megatron": (
+        "MegatronModel",
+        "MegatronPlace",
+        "MegatronRules",
+        "megatron_named",
+    ),
+    "weightsync.layouts.megatron_names": ("Cut", "MegatronName"),
+    "weightsync.layouts.rules": ("BoxRule", "InTurn", "LocalPart", "Renumber", "ShardRule"),
+    "weightsync.layouts.sharded": ("Piece", "Sharded"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
@@ -27,4 +49,23 @@ def __dir__() -> list[str]:
     return sorted([*globals(), *_HOME_OF])
 
 
-__all__ = ["engine_layout", "preset_metas", "trainer_layout"]
+__all__ = [
+    "BoxRule",
+    "Cut",
+    "InTurn",
+    "LocalPart",
+    "MegatronModel",
+    "MegatronName",
+    "MegatronPlace",
+    "MegatronRules",
+    "Piece",
+    "Renumber",
+    "ShardRule",
+    "Sharded",
+    "check_layout",
+    "checkpoint_layout",
+    "engine_layout",
+    "megatron_named",
+    "preset_metas",
+    "trainer_layout",
+]

@@ -6,7 +6,6 @@ ways each kind of parallelism cuts it. Every rank has one region, its boxes dens
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -15,6 +14,7 @@ from weightsync.layout import NO_REGION, Layout, PlacedBox, Region, TensorLayout
 from weightsync.layouts.quantised import Wired, paired_metas, wire_metas
 from weightsync.layouts.roles import ModelSizes, Place, Role, model_sizes, place_of
 from weightsync.presets import get_preset
+from weightsync.tables import dense_strides
 from weightsync.types import BUCKET_ALIGNMENT_BYTES, Box, SlotKind, TensorMeta, item_bytes
 
 Range = tuple[int, int]
@@ -276,11 +276,9 @@ def _build(world: int, listed: Iterable[tuple[Wired, Held]]) -> Layout:
                 placed.append(PlacedBox(rank, box, NO_REGION, 0, nowhere, meta.dtype))
                 continue
             offset = memory.take(rank, box.num_elements * item)
-            placed.append(PlacedBox(rank, box, 0, offset, _dense(box.shape, item), meta.dtype))
+            placed.append(
+                PlacedBox(rank, box, 0, offset, dense_strides(box.shape, item), meta.dtype)
+            )
         tensors.append(TensorLayout(meta.name, wired.forms, tuple(placed), wired.kind))
     regions = tuple((Region(used),) for used in memory.used_bytes)
     return Layout(world, tuple(tensors), regions)
-
-
-def _dense(shape: Sequence[int], item: int) -> tuple[int, ...]:
-    return tuple(math.prod(shape[d + 1 :]) * item for d in range(len(shape)))
