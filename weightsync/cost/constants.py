@@ -54,7 +54,7 @@ class Constants:
         "messages and waits of one engine of one rank",
     )
     broadcast_share: Constant = Constant(
-        0.87, "published: the best stream of Miles' NCCL broadcasts, 43.7 of 50 GB/s (Qwen3-235B)"
+        0.97, "published: torchcomms, 48.5 of 50 GB/s a card; what a collective reaches at best"
     )
     broadcast_call_s: Constant = Constant(
         45e-6, "measured: NCCL 2.28.9 broadcast for each tensor between two H200, 2,000 x 6.3 MB"
