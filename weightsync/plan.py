@@ -55,6 +55,8 @@ Int64 = npt.NDArray[np.int64]
 #: Bytes that describe one entry of a slot: four int64 (see ``stream_entries`` in binding.py).
 ENTRY_BYTES = 32
 
+_MOST_PAIRS = 32  # that explain() lists
+
 
 @dataclass(frozen=True)
 class RefitPlan:
@@ -142,7 +144,12 @@ class RefitPlan:
             lines.append(
                 f"{len(self.buckets)} buckets of at most {format_bytes(self.bucket_bytes)}"
             )
-        for (source, target), size in sorted(self.bytes_by_pair().items()):
+        pairs = sorted(self.bytes_by_pair().items())
+        if len(pairs) > _MOST_PAIRS:
+            busiest = sorted(pairs, key=lambda pair: (-pair[1], pair[0]))[:_MOST_PAIRS]
+            lines.append(f"the busiest {_MOST_PAIRS} of {len(pairs)} pairs of ranks:")
+            pairs = busiest
+        for (source, target), size in pairs:
             lines.append(f"trainer rank {source} -> engine rank {target}: {format_bytes(size)}")
         return "\n".join(lines)
 
