@@ -17,7 +17,14 @@ from updating import LIMIT_S, OPTIONS, connected, digests, engine_of, refit, wei
 
 from weightsync import control
 from weightsync.control import PATH_PREFIX, HttpClient
-from weightsync.errors import AuthError, BusyError, ConfigError, SessionError, WeightSyncError
+from weightsync.errors import (
+    AuthError,
+    BusyError,
+    ConfigError,
+    ProtocolError,
+    SessionError,
+    WeightSyncError,
+)
 from weightsync.messages import (
     VERBS,
     AbortRequest,
@@ -163,8 +170,11 @@ def test_requests_out_of_turn_are_refused_one_by_one() -> None:
 
         epoch = call(StatusRequest(None))["epoch"]
         refused: list[tuple[Any, type]] = [
-            (MoveRequest("none", 0, "d", "e", None, 1.0), SessionError),
-            (PrepareRequest("none", {}, 1.0), SessionError),
+            (MoveRequest("none", 0, "d", [[0, 0, "e", None]], 1.0), SessionError),
+            (MoveRequest("none", 0, "d", [[0, 1, "e", None]], 1.0), ProtocolError),
+            (MoveRequest("none", 0, "d", ["x"], 1.0), ProtocolError),
+            (PrepareRequest("none", [{}], 1.0), SessionError),
+            (PrepareRequest("none", [{}, {}], 1.0), ProtocolError),
             (CommitRequest("none", 1.0), SessionError),
             (AbortRequest("none", "why", 1.0), SessionError),
             (ConnectRequest("stranger", 5.0), BusyError),
@@ -203,7 +213,7 @@ def test_steps_of_a_session_in_a_wrong_order_are_refused() -> None:
         with pytest.raises(BusyError, match="session 'stranger' of version 5 is open"):
             call(begin_request("mine", epoch, session_id="second"))
         with pytest.raises(WeightSyncError, match="never handed over"):
-            call(MoveRequest("stranger", 0, "no such plan", "", None, 5.0))
+            call(MoveRequest("stranger", 0, "no such plan", [], 5.0))
         with pytest.raises(SessionError, match="ended: aborted"):
             call(CommitRequest("stranger", 1.0))
         client.close()
@@ -222,14 +232,14 @@ def test_a_manifest_that_does_not_fit_ends_the_session_only(manifest: Any) -> No
         epoch = client.call(StatusRequest(None), limit_s=LIMIT_S)["epoch"]
         client.call(begin_request("mine", epoch), limit_s=LIMIT_S)
         with pytest.raises(WeightSyncError):
-            client.call(PrepareRequest("stranger", manifest, 5.0), limit_s=LIMIT_S)
+            client.call(PrepareRequest("stranger", [manifest], 5.0), limit_s=LIMIT_S)
         client.close()
         refit(sender, 1, weights(1))
 
 
 @pytest.mark.parametrize("wait_s", [1e300, 1e9, -5.0])
 def test_a_wait_of_any_length_is_bounded(wait_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weightsync.receiver._MAX_WAIT_S", 0.05)
+    monkeypatch.setattr("weightsync.receiver.MAX_WAIT_S", 0.05)
     gate = threading.Event()
     engine = engine_of(0)
     pause = engine.pause

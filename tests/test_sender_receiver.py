@@ -482,10 +482,14 @@ def test_connecting_to_nothing() -> None:
         Sender.connect([3], **OPTIONS)
     with pytest.raises(ConfigError, match="unknown transport 'nixel'; known: "):
         Sender.connect(["http://127.0.0.1:1"], **{**OPTIONS, "transport": "nixel"})
-    with pytest.raises(ConfigError, match="rank 1 of 2"):
+    with pytest.raises(ConfigError, match="trainer of 2 ranks: give a torch"):
         Sender.connect(["http://127.0.0.1:1"], rank=1, world_size=2, **OPTIONS)
-    with pytest.raises(ConfigError, match="rank 0 of 2"):
+    with pytest.raises(ConfigError, match="rank 2 of 2 cannot be"):
+        Sender.connect(["http://127.0.0.1:1"], rank=2, world_size=2, **OPTIONS)
+    with pytest.raises(ConfigError, match="engine of 2 ranks: give a torch"):
         Receiver(engine_of(), world_size=2)
+    with pytest.raises(ConfigError, match="layout is of 1 ranks, the receiver of 2"):
+        Receiver(engine_of(), world_size=2, store=object())
     with pytest.raises(ConfigError, match="not started"):
         _ = Receiver(engine_of()).url
 
@@ -645,10 +649,10 @@ def test_live_digests_can_be_asked_for() -> None:
     engine = engine_of(3)
     with connected(engine) as (_, (receiver,)):
         client = HttpClient(receiver.url, None)
-        found = client.call(DigestRequest(None, LIMIT_S), limit_s=LIMIT_S)["digests"]
+        (found,) = client.call(DigestRequest(None, LIMIT_S), limit_s=LIMIT_S)["ranks"]
         assert {n: int(d, 16) for n, d in found.items()} == digests(weights(3))
-        some = client.call(DigestRequest(["a"], LIMIT_S), limit_s=LIMIT_S)["digests"]
-        assert some == {"a": found["a"]}
+        some = client.call(DigestRequest(["a"], LIMIT_S), limit_s=LIMIT_S)["ranks"]
+        assert some == [{"a": found["a"]}]
         with pytest.raises(UnknownNameError, match="'zz'"):
             client.call(DigestRequest(["zz"], LIMIT_S), limit_s=LIMIT_S)
         client.close()

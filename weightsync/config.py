@@ -26,6 +26,12 @@ def control_token() -> str | None:
     return os.environ.get("WEIGHTSYNC_TOKEN") or None
 
 
+def rank_host() -> str | None:
+    """``$WEIGHTSYNC_HOST``: the address on which rank 0 hears the other ranks of its side; needed where
+    they run on several machines."""
+    return os.environ.get("WEIGHTSYNC_HOST") or None
+
+
 def num_threads() -> int:
     """``$WEIGHTSYNC_NUM_THREADS``, else the CPUs of this process, at most 8."""
     if explicit := os.environ.get("WEIGHTSYNC_NUM_THREADS"):

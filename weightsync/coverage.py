@@ -17,7 +17,7 @@ from weightsync.errors import MissingNameError, ProtocolError
 from weightsync.layout import Layout
 from weightsync.manifest import name_some
 from weightsync.plan import RefitPlan
-from weightsync.types import SlotKind, item_bytes
+from weightsync.types import SlotKind, TensorMeta, item_bytes
 
 Int64Array = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
@@ -49,6 +49,11 @@ class SlotIndex:
     def __len__(self) -> int:
         return len(self.keys)
 
+    @cached_property
+    def held(self) -> frozenset[str]:
+        """Names of the tensors that this rank holds anything of."""
+        return frozenset(self.layout.tensors[i].name for i, _ in self.keys)
+
     def names(self, numbers: Int64Array) -> list[str]:
         """Tensor names of some numbers."""
         return [self.layout.tensors[self.keys[n][0]].name for n in numbers.tolist()]
@@ -77,6 +82,22 @@ class PlanShare:
         rows = np.full(len(self.plan.transfers), -1, dtype=np.int64)
         rows[self.transfers] = np.arange(len(self.transfers))
         return rows
+
+    @cached_property
+    def tensors(self) -> Int64Array:
+        """Places in ``plan.tensors``, rising, of what this rank gets anything of."""
+        listed = {self.plan.transfers[n].tensor for n in self.transfers.tolist()}
+        return np.array(sorted(listed), dtype=np.int64)
+
+    @cached_property
+    def metas(self) -> tuple[TensorMeta, ...]:
+        """Their wire forms: the rank's part of a manifest speaks of these."""
+        return tuple(self.plan.metas[i] for i in self.tensors.tolist())
+
+    @cached_property
+    def sources(self) -> tuple[int, ...]:
+        """The trainer ranks that this rank gets something from, rising."""
+        return tuple(sorted({self.plan.transfers[n].source_rank for n in self.transfers.tolist()}))
 
     @cached_property
     def slot_bytes(self) -> Int64Array:

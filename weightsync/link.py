@@ -1,21 +1,24 @@
-"""One trainer rank's connection to one engine: handshake, plans, and the stages of an update."""
+"""The trainer's connection to one engine: handshake, plans, and the stages of an update.
+
+Rank 0 of a trainer has one for each engine. The other ranks take part through a :class:`Helpers`: they
+join transports of their own, publish, fill slots.
+"""
 
 from __future__ import annotations
 
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, Protocol
 
-from weightsync.binding import encode_entries, pack_table
 from weightsync.bucket import align
 from weightsync.control import ControlClient, wait_for
 from weightsync.deadline import CancelToken, Deadline
-from weightsync.device_tables import CPU, device_facing, device_of, synchronize
+from weightsync.digest_shares import digest_shares
 from weightsync.errors import (
     BusyError,
     CancelledError,
@@ -33,7 +36,6 @@ from weightsync.kept import NUM_KEPT
 from weightsync.layout import Layout
 from weightsync.messages import (
     AbortRequest,
-    AttachRequest,
     BeginRequest,
     CloseRequest,
     CommitRequest,
@@ -45,59 +47,92 @@ from weightsync.messages import (
     StatusRequest,
 )
 from weightsync.options import SenderOptions
-from weightsync.plan import RefitPlan, make_plan, slot_bytes
-from weightsync.slot_pack import SlotPack
-from weightsync.tensors import LocalTensors
-from weightsync.transports.base import (
-    Capabilities,
-    RingOptions,
-    SlotHeader,
-    SourceEndpoint,
-    StreamSource,
-    Transport,
+from weightsync.plan import RefitPlan, make_plan
+from weightsync.source_ends import (
+    Bound,
+    Contracts,
+    Publication,
+    SourceEnds,
+    both_ends,
+    targets_of,
+    worst,
 )
-from weightsync.types import BUCKET_ALIGNMENT_BYTES, Availability, Contract, Outcome, RegionAddress
+from weightsync.tensors import LocalTensors
+from weightsync.transports.base import Capabilities, Transport
+from weightsync.types import BUCKET_ALIGNMENT_BYTES, Contract, Outcome
 
 _CONNECT_RETRY_S = 0.1
 _STATUS_LIMIT_S = 5.0
 _NEVER_HEARD = "the engine does not know this session"
 
 
-@dataclass
-class Bound:
-    """A plan with everything kept to replay it: what fills each slot."""
+class Helpers(Protocol):
+    """The other ranks of a trainer, in what concerns one engine."""
 
-    plan: RefitPlan
-    packs: list[SlotPack] = field(default_factory=list)
-    device: str = CPU  # where the sources lie, and with them the ring
-    addresses: tuple[RegionAddress, ...] = ()  # those that the tables were made for
+    def attach(
+        self,
+        connection: int,
+        layout: Layout,
+        targets: Mapping[int, Sequence[int]],
+        deadline: Deadline,
+    ) -> Contracts:
+        """Each named rank joins the transport with these ranks of an engine of that layout; what the
+        worst can do. Whatever was joined in another ``connection`` is over."""
+        ...
+
+    def share(self, plan: RefitPlan, source: Layout, num_targets: int) -> None:
+        """Hand the plan for an engine of so many ranks to every rank that has a part in it."""
+        ...
+
+    def fill(self, plan: RefitPlan, session_id: str, move_id: int) -> Sequence[Future[Any]]:
+        """Every rank begins to fill its slots."""
+        ...
+
+    def cancel(self, session_id: str, reason: str) -> None:
+        """Stop filling for a session."""
+        ...
 
 
 class EngineLink:
     """Used by one thread at a time, except ``heartbeat`` and ``lost``."""
 
     def __init__(
-        self, client: ControlClient, transport: Transport, options: SenderOptions, run_id: str
+        self,
+        client: ControlClient,
+        transport: Transport,
+        options: SenderOptions,
+        run_id: str,
+        helpers: Helpers | None = None,
     ) -> None:
         self.client = client
         self.run_id = run_id
         self._transport = transport
         self._options = options
-        self._endpoint: SourceEndpoint | None = None
+        self._helpers = helpers  # None: this rank is the trainer's only one
+        self.ends = SourceEnds(client, transport, options, run_id, 0, self._add_phase)
         self._have: Capabilities | None = None
         self._bound: dict[str, Bound] = {}
         self._bucket_bytes = options.bucket_bytes
-        self._told_epoch: str | None = None  # publication the engine was told in full
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="weightsync-link")
         self.layout: Layout | None = None
         self.epoch = ""
-        self.path = ""
         self.is_broken = True
+        self._num_connections = 0
         self.phases: dict[str, float] = {}
 
     @property
     def peer(self) -> str:
         return self.client.peer
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the engine."""
+        return 1 if self.layout is None else self.layout.world_size
+
+    @property
+    def path(self) -> str:
+        """How the bytes of this rank go, in words."""
+        return self.ends.path
 
     # --- handshake ----------------------------------------------------------------------------------
 
@@ -121,13 +156,16 @@ class EngineLink:
                     ) from error
                 threading.Event().wait(_CONNECT_RETRY_S)
         reach("trainer.connected")
-        self._drop_endpoint()
-        self._adopt(answer)
-        self._attach(Deadline(max(limit_s, 1.0), peer=self.peer, stage="attach"))
+        self.ends.drop()
+        self._num_connections += 1
+        layout = self._adopt(answer)
+        if self._helpers is None:  # else it shows with the first plan who feeds whom
+            everyone = {0: tuple(range(layout.world_size))}
+            self._attach(everyone, Deadline(max(limit_s, 1.0), peer=self.peer, stage="attach"))
         self.is_broken = False
         reach("trainer.attached")
 
-    def _adopt(self, answer: Mapping[str, Any]) -> None:
+    def _adopt(self, answer: Mapping[str, Any]) -> Layout:
         try:
             self.epoch = str(answer["epoch"])
             self.layout = Layout.from_json(answer["layout"])
@@ -140,35 +178,20 @@ class EngineLink:
         whole = sum(align(t.wire_forms[0].num_bytes) for t in self.layout.tensors)
         self._bucket_bytes = min(self._options.bucket_bytes, max(whole, BUCKET_ALIGNMENT_BYTES))
         self._bound.clear()
-        self._told_epoch = None
+        return self.layout
 
-    def _attach(self, deadline: Deadline) -> None:
-        capabilities = self._transport.capabilities()
-        self._endpoint = endpoint = self._transport.open_source(device_facing(self.layout))
-        request = AttachRequest(
-            self.run_id, self._transport.name, dict(endpoint.descriptor()), deadline.remaining_s()
-        )
-        # The engine connects back while it answers, so both ends are driven at once.
-        asked = self._pool.submit(
-            self.client.call, request, limit_s=deadline.remaining_s() + _STATUS_LIMIT_S
-        )
-        token = deadline.token = CancelToken()
-        asked.add_done_callback(lambda f: token.cancel("refused") if f.exception() else None)
-        try:
-            endpoint.accept(deadline)
-        except CancelledError:
-            asked.result()  # raises what the engine said
-            raise
-        answer = asked.result()
-        contracts = dict(capabilities.contracts)
-        try:
-            self.path = str(answer["path"])
-            for name, found in answer["contracts"].items():
-                theirs = Availability(**found)
-                contracts[Contract(name)] = _worse(contracts.get(Contract(name)), theirs)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ProtocolError(f"{self.peer}: malformed answer to 'attach': {error!r}") from error
-        self._have = replace(capabilities, contracts=contracts)
+    def _attach(self, targets: Mapping[int, Sequence[int]], deadline: Deadline) -> None:
+        """Every rank joins the transport with the engine ranks that it feeds."""
+        if self.layout is None:
+            raise ConfigError(f"{self.peer}: not connected")
+        contracts: Contracts = {}
+        others = {rank: targets[rank] for rank in targets if rank != 0}
+        if others and self._helpers is not None:
+            contracts = self._helpers.attach(self._num_connections, self.layout, others, deadline)
+        if 0 in targets:
+            contracts = worst(contracts, self.ends.attach(targets[0], self.layout, deadline))
+        have = self._transport.capabilities()
+        self._have = replace(have, contracts=both_ends(have.contracts, contracts))
         self._check_speed()
 
     def _check_speed(self) -> None:
@@ -188,7 +211,7 @@ class EngineLink:
 
     def lost(self) -> str | None:
         """Why the engine's process is known to be gone."""
-        return None if self._endpoint is None else self._endpoint.lost()
+        return self.ends.lost()
 
     def heartbeat(self) -> None:
         """Renew the lease; a failure shows in the stage that runs, not here."""
@@ -197,31 +220,43 @@ class EngineLink:
 
     # --- plan ---------------------------------------------------------------------------------------
 
-    def plan(self, tensors: LocalTensors) -> Bound:
-        """The plan for these tensors, made and agreed once for each source layout."""
+    def plan(self, tensors: LocalTensors, source: Layout) -> Bound:
+        """The plan for these tensors, made and agreed once for each layout of the trainer's ranks;
+        ``tensors`` are this rank's."""
         if self.layout is None:
             raise ConfigError(f"{self.peer}: not connected")
-        key = tensors.layout.digest
+        key = source.digest
         bound = self._bound.get(key)
         if bound is None:
             start_s = time.perf_counter()
-            plan = make_plan(
-                tensors.layout,
-                self.layout,
-                bucket_bytes=self._bucket_bytes,
-                capabilities=self._capabilities(),
-                choice=self._options.contract,
-            )
-            self._agree(plan, tensors.layout)
-            self._check_contract(plan)
-            bound = self._bound[key] = Bound(plan)
+            bound = self._bound[key] = self._new_plan(self.layout, source)
             while len(self._bound) > NUM_KEPT:  # as many as the engine keeps
                 self._bound.pop(next(iter(self._bound)))
             self._spent("plan", start_s)
-        if bound.plan.contract is Contract.STREAM and bound.addresses != tensors.addresses:
-            self._bind(bound, tensors)
-            bound.addresses = tensors.addresses
+        self.ends.bind(bound, tensors)
         return bound
+
+    def _new_plan(self, target: Layout, source: Layout) -> Bound:
+        def make(have: Capabilities) -> RefitPlan:
+            return make_plan(
+                source,
+                target,
+                bucket_bytes=self._bucket_bytes,
+                capabilities=have,
+                choice=self._options.contract,
+            )
+
+        if self._helpers is not None:
+            who = targets_of(make(self._transport.capabilities()))
+            limit_s = self._options.connect_timeout_s
+            self._attach(who, Deadline(limit_s, peer=self.peer, stage="attach"))
+        plan = make(self._capabilities())
+        self._agree(plan, source)
+        self._check_contract(plan)
+        if self._helpers is not None:
+            self._helpers.share(plan, source, target.world_size)
+        shares = digest_shares(plan, source.world_size, target.world_size)
+        return Bound(plan, source, shares, targets_of(plan).get(0, ()))
 
     def _check_contract(self, plan: RefitPlan) -> None:
         """A stream where the transport would read directly, were it not for a conversion."""
@@ -247,16 +282,6 @@ class EngineLink:
             )
         reach("trainer.planned")
 
-    def _bind(self, bound: Bound, tensors: LocalTensors) -> None:
-        addresses = {a.region: a.ptr for a in tensors.addresses}
-        plan, bound.device = bound.plan, device_of(tensors.addresses, "what the trainer sends")
-        bound.packs = [
-            SlotPack.make(
-                pack_table(plan, c, tensors.layout, addresses), encode_entries(c), bound.device
-            )
-            for c in plan.buckets
-        ]
-
     # --- stages -------------------------------------------------------------------------------------
 
     def begin(self, session_id: str, version: int, scope: list[str] | None) -> None:
@@ -279,42 +304,27 @@ class EngineLink:
             "begin",
         )
 
-    def publish(self, bound: Bound, tensors: LocalTensors) -> Mapping[str, Any]:
-        """Make what the plan reads directly readable, and what was written to it visible; cheap for
-        what was published before. A stream has nothing to publish."""
-        if self._endpoint is None:
-            raise ConfigError(f"{self.peer}: not connected")
-        if bound.plan.contract is not Contract.DIRECT:
-            return {}
-        start_s = time.perf_counter()
-        try:
-            return self._endpoint.direct().publish(tensors.addresses)
-        finally:
-            self._spent("register", start_s)
-
     def move(
         self,
         session_id: str,
         move_id: int,
         bound: Bound,
-        published: Mapping[str, Any],
+        published: Sequence[Publication],
         token: CancelToken,
     ) -> None:
         """Returns when the engine has read everything: the sources may then change.
 
-        ``published`` is what :meth:`publish` said of the same tensors.
+        ``published`` is what all ranks said of the same tensors.
         """
-        is_direct = bound.plan.contract is Contract.DIRECT
-        epoch = str(published.get("epoch", ""))
-        publication = None if not is_direct or epoch == self._told_epoch else dict(published)
         reach("trainer.move")
+        sources = [list(entry) for entry in published]
         ask: Callable[[float], MoveRequest] = lambda wait_s: MoveRequest(  # noqa: E731
-            session_id, move_id, bound.plan.digest, epoch, publication, wait_s
+            session_id, move_id, bound.plan.digest, sources, wait_s
         )
         limit_s = self._options.deadline_s + self._options.commit_timeout_s
-        if is_direct:
+        if bound.plan.contract is Contract.DIRECT:
             self._wait(ask, limit_s, "move")
-            self._told_epoch = epoch
+            self.ends.was_told(published)
             return
         asked = self._pool.submit(self._wait, ask, limit_s, "move")
         self._fill(session_id, move_id, bound, asked, token)
@@ -331,54 +341,38 @@ class EngineLink:
         asked.add_done_callback(
             lambda f: token.cancel("the engine ended") if f.exception() else None
         )
-        deadline = Deadline(self._options.deadline_s, peer=self.peer, stage="move", token=token)
+        others: Sequence[Future[Any]] = ()
         try:
-            self._fill_slots(session_id, move_id, bound, deadline)
-        except (CancelledError, PeerLostError):
+            if self._helpers is not None:
+                others = self._helpers.fill(bound.plan, session_id, move_id)
+                for future in others:
+                    future.add_done_callback(
+                        lambda f: token.cancel("a trainer rank failed") if f.exception() else None
+                    )
+            self.ends.fill(bound, session_id, move_id, token)
+        except BaseException as error:
+            if self._helpers is not None:
+                self._helpers.cancel(session_id, f"{type(error).__name__}: {error}"[:200])
+            if not isinstance(error, CancelledError | PeerLostError):
+                raise
             if asked.done() and asked.exception() is not None:
                 asked.result()
+            self._raise_failed(others)
             raise
         asked.result()
+        for future in others:
+            future.result(timeout=self._options.deadline_s)
 
-    def _fill_slots(self, session_id: str, move_id: int, bound: Bound, deadline: Deadline) -> None:
-        if self._endpoint is None:
-            raise ConfigError(f"{self.peer}: not connected")
-        size = slot_bytes(bound.plan.bucket_bytes)
-        ring = RingOptions(self._options.num_slots, size, bound.device)
-        start_s = time.perf_counter()
-        stream = self._endpoint.stream(ring, deadline)
-        self._spent("register", start_s)
-        synchronize(bound.device)  # with whatever writes the sources
-        stream.begin_move(session_id, deadline)
-        last = len(bound.packs) - 1
-        for i, pack in enumerate(bound.packs):
-            self._fill_slot(stream, pack, (session_id, move_id, i, i == last), deadline)
-            reach("trainer.bucket")
-        stream.flush(deadline)
+    @staticmethod
+    def _raise_failed(others: Sequence[Future[Any]]) -> None:
+        for future in others:
+            if future.done() and future.exception() is not None:
+                future.result()
 
-    def _fill_slot(
-        self,
-        stream: StreamSource,
-        pack: SlotPack,
-        place: tuple[str, int, int, bool],
-        deadline: Deadline,
-    ) -> None:
-        session_id, move_id, sequence, is_last = place
-        slot = stream.acquire(deadline)
-        cancel = None if deadline.token is None else deadline.token.native_flag
-        start_s = time.perf_counter()
-        pack.fill(slot.ptr, num_threads=self._options.num_threads, cancel=cancel)
-        self._spent("pack", start_s)
-        deadline.check()
-        behind, num_words = pack.words_offset_bytes, len(pack.words)
-        header = SlotHeader(
-            session_id, move_id, sequence, pack.data_bytes, behind, num_words, is_last
-        )
-        stream.submit(slot, header)
-
-    def prepare(self, session_id: str, manifest: dict[str, Any]) -> None:
+    def prepare(self, session_id: str, manifests: list[dict[str, Any]]) -> None:
+        """``manifests`` has one for each rank of the engine."""
         limit_s = self._options.deadline_s + self._options.commit_timeout_s
-        self._wait(lambda w: PrepareRequest(session_id, manifest, w), limit_s, "prepare")
+        self._wait(lambda w: PrepareRequest(session_id, manifests, w), limit_s, "prepare")
 
     def commit(self, session_id: str) -> dict[str, Any]:
         """The outcome and the engine's own statistics."""
@@ -428,15 +422,12 @@ class EngineLink:
             self._spent(stage, start_s)
 
     def _spent(self, phase: str, start_s: float) -> None:
-        spent_s = time.perf_counter() - start_s
-        self.phases[phase] = self.phases.get(phase, 0.0) + spent_s
+        self._add_phase(phase, time.perf_counter() - start_s)
+
+    def _add_phase(self, phase: str, seconds: float) -> None:
+        self.phases[phase] = self.phases.get(phase, 0.0) + seconds
 
     # --- end ----------------------------------------------------------------------------------------
-
-    def _drop_endpoint(self) -> None:
-        endpoint, self._endpoint = self._endpoint, None
-        if endpoint is not None:
-            endpoint.close()
 
     def close(self) -> None:
         """Tell the engine, release everything. Idempotent."""
@@ -444,7 +435,7 @@ class EngineLink:
             with suppress(WeightSyncError):
                 self.client.call(CloseRequest(self.run_id, 2.0), limit_s=_STATUS_LIMIT_S)
         self.is_broken = True
-        self._drop_endpoint()
+        self.ends.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
         self.client.close()
 
@@ -452,7 +443,3 @@ class EngineLink:
 def new_session_id() -> str:
     """Never used before by anyone."""
     return secrets.token_hex(8)
-
-
-def _worse(ours: Availability | None, theirs: Availability) -> Availability:
-    return ours if ours is not None and not ours.is_usable else theirs

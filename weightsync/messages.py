@@ -25,9 +25,12 @@ class ConnectRequest:
 
 @dataclass(frozen=True, slots=True)
 class AttachRequest:
-    """Join a transport. Answer: what the engine's end can do with this very peer."""
+    """Join a transport, one rank of each side. Answer: what the engine's end can do with this very
+    peer."""
 
     run_id: str
+    source_rank: int
+    target_rank: int
     transport: str
     descriptor: dict[str, Any]
     timeout_s: float
@@ -64,22 +67,24 @@ class BeginRequest:
 class MoveRequest:
     """Pull what a plan names.
 
-    ``epoch`` and ``publication`` say what the source published (direct only); a publication of an
-    epoch that the engine was told before need not be repeated.
+    ``sources`` lists (trainer rank, engine rank, epoch, publication): what that pair's source published
+    (direct only, else ``""`` and null). A publication of an epoch that the engine rank was told before
+    may be null.
     """
 
     session_id: str
     move_id: int
     plan_digest: str
-    epoch: str
-    publication: dict[str, Any] | None
+    sources: list[Any]
     wait_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class PrepareRequest:
+    """``manifests`` has one for each engine rank: of what that rank gets."""
+
     session_id: str
-    manifest: dict[str, Any]
+    manifests: list[Any]
     wait_s: float
 
 
@@ -116,7 +121,8 @@ class StatusRequest:
 
 @dataclass(frozen=True, slots=True)
 class DigestRequest:
-    """Digests of live tensors, read back at a step boundary; None: of all."""
+    """Digests of live tensors, read back at a step boundary; None: of all. Answer: ``ranks``, for each
+    rank the digests of the boxes that it holds."""
 
     names: list[Any] | None
     wait_s: float

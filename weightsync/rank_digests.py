@@ -25,8 +25,7 @@ class _PlacedDigests:
 class RankDigests:
     """Tables are made once for a list of plans and used at every refit."""
 
-    def __init__(self, rank: int, device: str, num_threads: int) -> None:
-        self._rank = rank
+    def __init__(self, device: str, num_threads: int) -> None:
         self._device = device
         self._threads = num_threads
         self._bases: Kept[tuple[str, ...], ManifestBasis] = Kept(8)
@@ -40,9 +39,9 @@ class RankDigests:
         """Of the moves so far."""
 
         def make() -> ManifestBasis:
-            return manifest_basis((plan.digest, plan.metas) for plan in opened.moves)
+            return manifest_basis((share.plan.digest, share.metas) for share in opened.moves)
 
-        return self._bases.get(tuple(plan.digest for plan in opened.moves), make)
+        return self._bases.get(tuple(share.plan.digest for share in opened.moves), make)
 
     def landed(self, opened: OpenSession, manifest: Manifest) -> Digests:
         taken = [d for d in opened.read_digests if d is not None]
@@ -58,12 +57,11 @@ class RankDigests:
 
         def make() -> _PlacedDigests:
             parts = []
-            for plan in opened.moves:
+            for share in opened.moves:
+                plan = share.plan
+                mine = (plan.transfers[n] for n in share.transfers.tolist())
                 here = [
-                    t
-                    for t in plan.transfers
-                    if t.target_rank == self._rank
-                    and (plan.tensors[t.tensor].target, t.target_placed) in spots
+                    t for t in mine if (plan.tensors[t.tensor].target, t.target_placed) in spots
                 ]
                 parts += landed_parts(plan, spots, here)
             table = DigestTable(parts, self._device)

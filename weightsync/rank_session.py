@@ -8,10 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from weightsync.binding import Spot
-from weightsync.coverage import Coverage
+from weightsync.coverage import Coverage, PlanShare
 from weightsync.device_tables import Memory
 from weightsync.manifest import Digests, Manifest
-from weightsync.plan import RefitPlan
 from weightsync.session import SessionSpec
 from weightsync.types import Placement, RegionAddress, VerifyMode
 
@@ -71,7 +70,7 @@ class OpenSession:
     staging: Staging
     pin: object | None  # keeps the staging copy mapped while a job may use it
     coverage: Coverage
-    moves: list[RefitPlan] = field(default_factory=list)  # that ended, in order
+    moves: list[PlanShare] = field(default_factory=list)  # that ended, in order
     read_digests: list[Digests | None] = field(default_factory=list)  # of each, taken while reading
     manifest: Manifest | None = None
     paused_s: float | None = None  # when the pause began

@@ -59,12 +59,14 @@ class RankWork:
         rank: int,
         num_threads: int,
         hooks: ReceiverHooks | None = None,
+        layout: Layout | None = None,
     ) -> None:
+        """``layout`` is the whole engine's; None: the adapter's is, for its one rank."""
         self._adapter = adapter
         self._hooks = ReceiverHooks() if hooks is None else hooks
         self._rank = rank
         self._threads = num_threads
-        self.layout: Layout = adapter.layout()
+        self.layout: Layout = adapter.layout() if layout is None else layout
         self._addresses = list(adapter.addresses())
         self._device = device_of(self._addresses, "the engine")
         by_region = {a.region: a.ptr for a in self._addresses}
@@ -75,7 +77,7 @@ class RankWork:
         self._looker = ThreadPoolExecutor(1, "weightsync-look")
         self._staging: dict[Placement, Staging] = {}
         self._moves = RankMoves(self._index, self._device, num_threads)
-        self._digests = RankDigests(rank, self._device, num_threads)
+        self._digests = RankDigests(self._device, num_threads)
         self._places: Kept[tuple[Any, ...], tuple[SegmentCopy, SegmentCopy]] = Kept(8)
         self._open: OpenSession | None = None
         self.stats = SessionStats()
@@ -88,17 +90,21 @@ class RankWork:
     # --- set-up, between sessions -----------------------------------------------------------------
 
     @property
-    def endpoint(self) -> TargetEndpoint | None:
-        """The end of the transport that is attached."""
-        return self._moves.endpoint
+    def endpoints(self) -> Sequence[TargetEndpoint]:
+        """The ends of the transports that are attached, by trainer rank."""
+        return [self._moves.endpoints[rank] for rank in sorted(self._moves.endpoints)]
 
     def add_plan(self, plan: RefitPlan, source: Layout) -> None:
         """See :meth:`RankMoves.add_plan`."""
         self._moves.add_plan(plan, source)
 
-    def set_endpoint(self, endpoint: TargetEndpoint | None) -> None:
+    def set_endpoint(self, endpoint: TargetEndpoint | None, source_rank: int = 0) -> None:
         """See :meth:`RankMoves.set_endpoint`."""
-        self._moves.set_endpoint(endpoint)
+        self._moves.set_endpoint(endpoint, source_rank)
+
+    def drop_endpoints(self) -> None:
+        """See :meth:`RankMoves.drop_endpoints`."""
+        self._moves.drop_endpoints()
 
     def ready_staging(self, placement: Placement) -> None:
         """Make the staging memory now, so that no refit pays for it. Raises CapacityError."""
@@ -118,7 +124,7 @@ class RankWork:
 
     def close(self) -> None:
         """Let go of everything; what a job still works on stays mapped for it."""
-        self.set_endpoint(None)
+        self.drop_endpoints()
         self._looker.shutdown(wait=False)
         if self._open is None:  # else a job may look into them
             self._digests.clear()
@@ -169,14 +175,14 @@ class RankWork:
     def _do_move(self, job: StartJob, token: CancelToken) -> None:
         opened = self._session(job)
         reach("engine.move")
-        plan = self._moves.expect(opened, job)
+        share = self._moves.expect(opened, job)
         deadline = self._deadline(opened.spec, opened.spec.deadline_s, "move", token)
         with opened.stats.timed("move"), self._looking("while reading"):
-            digests = self._moves.move(opened, job, plan, deadline)
+            digests = self._moves.move(opened, job, share, deadline)
         opened.coverage.settle()
-        opened.moves.append(plan)
+        opened.moves.append(share)
         opened.read_digests.append(digests)
-        opened.stats.num_bytes += plan.total_bytes
+        opened.stats.num_bytes += int(share.num_bytes.sum())
         reach("engine.moved")
 
     def _do_prepare(self, job: StartJob, token: CancelToken) -> None:
@@ -217,7 +223,7 @@ class RankWork:
         reach("engine.placed")
 
     def _place_staged(self, opened: OpenSession) -> None:
-        digests = (opened.spec.placement, *(plan.digest for plan in opened.moves))
+        digests = (opened.spec.placement, *(share.plan.digest for share in opened.moves))
 
         def make() -> tuple[SegmentCopy, SegmentCopy]:
             arrived = (self._index.keys[n] for n in opened.coverage.complete.tolist())
@@ -305,7 +311,8 @@ class RankWork:
             self._adapter.pause(PauseMode.IN_PLACE, deadline)
         try:
             wanted = dict.fromkeys(self.layout.resolve(names, "engine"))  # tied names are one
-            return dict(self._adapter.digest(list(wanted)))
+            held = self._index.held
+            return dict(self._adapter.digest([name for name in wanted if name in held]))
         finally:
             if not is_paused:
                 self._adapter.resume()

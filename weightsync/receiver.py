@@ -5,19 +5,20 @@ something to say to them: *control* threads (one a connection) their requests, t
 it has done, the *session* thread the passing of time. To hand every event to one thread instead would
 cost two wake-ups more in each stage, most of the time of a small update. Jobs on bytes run one at a
 time on a thread of their own, or inside :meth:`Receiver.poll`.
+
+An engine of several ranks has a receiver on each. Rank 0 leads: it alone listens and decides; the others
+are told what to do and report to it (:mod:`followers`).
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
-import math
 import os
 import queue
 import secrets
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -27,76 +28,47 @@ from typing import Any
 
 from weightsync import config
 from weightsync.control import ControlServer
-from weightsync.deadline import CancelToken, Deadline
+from weightsync.deadline import Deadline
 from weightsync.engine import EngineAdapter
-from weightsync.errors import (
-    BusyError,
-    ConfigError,
-    EpochError,
-    PeerLostError,
-    ProtocolError,
-    WeightSyncError,
-)
-from weightsync.faults import reach
-from weightsync.layout import Layout
+from weightsync.errors import BusyError, ConfigError, EpochError, IntegrityError, PeerLostError
+from weightsync.followers import Followers, Uplink
+from weightsync.machines import Hands, Machines
 from weightsync.messages import (
-    AbortRequest,
     AttachRequest,
-    BeginRequest,
-    CloseRequest,
     CommitRequest,
     ConnectRequest,
     DigestRequest,
     HeartbeatRequest,
-    MoveRequest,
     PlanRequest,
-    PrepareRequest,
     Request,
     StatusRequest,
     verb_of,
 )
-from weightsync.plan import RefitPlan
+from weightsync.rank_calls import MAX_WAIT_S, RankCalls, stats_of
 from weightsync.rank_session import ReceiverHooks
 from weightsync.rank_work import RankWork
+from weightsync.ranks import Meeting, answer_of
 from weightsync.session import (
-    Abort,
     Answer,
-    Begin,
-    CancelJob,
-    Close,
-    Commit,
-    Connect,
     Heartbeat,
-    JobDone,
-    LeaderEvent,
-    Move,
-    Prepare,
+    Order,
     RankHello,
     RankReport,
-    Refuse,
     RunLost,
-    Scope,
-    SessionSpec,
-    StartJob,
-    Tell,
+    Stage,
     Tick,
 )
-from weightsync.session_leader import LeaderState, Phase, outcome_of, start_leader, step_leader
-from weightsync.session_rank import RankState, start_rank, step_rank
-from weightsync.transports import get_transport
-from weightsync.types import Availability, Contract, PauseMode, Placement, VerifyMode
+from weightsync.session_events import event_of
+from weightsync.session_leader import LeaderState, Phase, outcome_of
 
 _LOG = logging.getLogger(__name__)
 
 _TICK_S = 0.1
-#: Longest that a trainer's attach may keep the next one waiting.
-_ATTACH_LIMIT_S = 60.0
 _CLOSING_TICK_S = 0.005
-_LEADER_LEASE_S = math.inf  # rank 0 and its leader live and die together
-#: The longest that one request holds a thread, whatever it asks for.
-_MAX_WAIT_S = 60.0
 #: How long closing waits for an open session to end, and then for work on bytes.
 _CLOSE_LIMIT_S = 10.0
+#: Beyond its own wait, how long a rank's answer to its leader may take.
+_GRACE_S = 1.0
 
 
 class JobsBy(Enum):
@@ -107,11 +79,14 @@ class JobsBy(Enum):
 
 
 class Receiver:
-    """Serves one rank of an engine (so far an engine has one rank).
+    """Serves one rank of an engine.
 
-    ``listen`` is ``HOST:PORT``, port 0 for any free one; anything but loopback needs ``token``. The
-    adapter's tensors must not be re-allocated while the receiver lives. Use as a context manager, or
-    ``start()`` and ``close()``.
+    ``listen`` is ``HOST:PORT`` of rank 0, port 0 for any free one; anything but loopback needs
+    ``token``. An engine of several ranks has one on each, with ``group`` (a ``torch.distributed``
+    process group of the engine's ranks) or ``store`` (as torch's stores are) to find rank 0; ``name``
+    tells engines apart that share a store. ``start`` then returns once all ranks have come, and every
+    rank calls it. The adapter's tensors must not be re-allocated while the receiver lives. Use as a
+    context manager, or ``start()`` and ``close()``.
     """
 
     def __init__(
@@ -123,53 +98,119 @@ class Receiver:
         listen: str = "127.0.0.1:0",
         token: str | None = None,
         hooks: ReceiverHooks | None = None,
+        group: Any = None,
+        store: Any = None,
+        name: str = "engine",
+        join_timeout_s: float = 120.0,
     ) -> None:
-        if (rank, world_size) != (0, 1):
+        self._meeting = Meeting(rank, world_size, group, store, "engine", name)
+        self._adapter, self._hooks = adapter, hooks
+        self._own_layout = adapter.layout()
+        if self._own_layout.world_size != world_size:
             raise ConfigError(
-                f"rank {rank} of {world_size}: engines of several ranks are not supported yet; "
-                "use rank=0, world_size=1"
+                f"the adapter's layout is of {self._own_layout.world_size} ranks, the receiver of "
+                f"{world_size}: make both of the engine's size"
             )
-        self._adapter = adapter
-        self._work = RankWork(adapter, rank, config.num_threads(), hooks)
         self._listen, self._token = listen, token if token is not None else config.control_token()
+        self._join_timeout_s = join_timeout_s
         self._epoch = secrets.token_hex(8)
-        self._leader: LeaderState = start_leader(self._epoch, world_size)
-        self._rank: RankState | None = None
-        self._machine = threading.RLock()  # around every step of the two machines
-        self._closing = threading.Event()
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._machines = Machines(rank, world_size, self._epoch, self._hands())
+        self._followers: Followers | None = None
+        self._uplink: Uplink | None = None
+        self._work_of_rank: RankWork | None = None
+        self._calls_of_rank: RankCalls | None = None
+        self._closing = threading.Event()
         self._answers: dict[int, Future[Mapping[str, Any]]] = {}
         self._numbers = itertools.count(1)
-        self._token_of_job: CancelToken | None = None
-        self._attach_lock = threading.Lock()
-        self._endpoint_run: str | None = None  # whose handshake the attached endpoint belongs to
         self._server: ControlServer | None = None
         self._threads: list[threading.Thread] = []
         self._is_started = False
         self._closed = False
-        self._session_start_s = 0.0
         self._jobs_by = JobsBy.THREAD
+        if world_size == 1:
+            self._make_work(self._own_layout)
+
+    def _hands(self) -> Hands:
+        return Hands(
+            refuse=lambda reason: self._adapter.refuse(reason),
+            run_job=lambda action, token: self._work.run(action, token),
+            put_job=self._jobs.put,
+            tell=self._tell,
+            say=self._say,
+            answer=self._answer,
+        )
+
+    def _make_work(self, layout: Any) -> None:
+        meeting = self._meeting
+        self._work_of_rank = RankWork(
+            self._adapter, meeting.rank, config.num_threads(), self._hooks, layout
+        )
+        self._calls_of_rank = RankCalls(self._work_of_rank, self._jobs.put, lambda: self._closed)
+
+    @property
+    def _work(self) -> RankWork:
+        if self._work_of_rank is None:
+            raise ConfigError(f"rank {self._meeting.rank} of the engine is not started")
+        return self._work_of_rank
+
+    @property
+    def _calls(self) -> RankCalls:
+        if self._calls_of_rank is None:
+            raise ConfigError(f"rank {self._meeting.rank} of the engine is not started")
+        return self._calls_of_rank
+
+    @property
+    def _leader(self) -> LeaderState:
+        leader = self._machines.leader  # one immutable value: no lock
+        if leader is None:
+            raise ConfigError(f"rank {self._meeting.rank} of the engine does not lead it")
+        return leader
 
     # --- life ---------------------------------------------------------------------------------------
 
     def start(self, jobs_by: JobsBy = JobsBy.THREAD) -> Receiver:
-        """Listen and serve. Raises :class:`ConfigError` for an address that cannot be had."""
+        """Find the other ranks, listen and serve. Raises :class:`ConfigError` for an address that
+        cannot be had, :class:`DeadlineError` naming ranks that did not come."""
         if self._threads:
             return self
         self._jobs_by = jobs_by
-        self._rank, actions = start_rank(0, self._epoch, _LEADER_LEASE_S, time.monotonic())
-        with self._machine:
-            self._run_actions(deque(actions))
-        self._is_started = True  # a trainer that waits for us may ask before the threads run
         try:
-            self._server = ControlServer(self._listen, self.handle, self._token)
+            self._meet()
+            self._machines.start()
+            self._is_started = True  # a trainer that waits may ask before the threads run
+            if self._meeting.rank == 0:
+                self._server = ControlServer(self._listen, self.handle, self._token)
         except BaseException:
             self._is_started = False
+            self._part()
             raise
         self._start_thread("weightsync-session", self._session_loop)
         if jobs_by is JobsBy.THREAD:
             self._start_thread("weightsync-jobs", self._job_loop)
         return self
+
+    def _meet(self) -> None:
+        meeting = self._meeting
+        if meeting.world_size == 1:
+            return
+        deadline = Deadline(self._join_timeout_s, peer="the engine's ranks", stage="join")
+        if meeting.rank == 0:
+            self._followers = Followers(
+                meeting, self._own_layout, self._machines.feed, self._machines.run_lost
+            )
+            self._make_work(self._followers.wait(deadline))
+            return
+        self._uplink = Uplink(
+            meeting, self._own_layout, self._machines.hear, self._serve_call, self._lost_leader
+        )
+        self._make_work(self._uplink.join(deadline))
+
+    def _part(self) -> None:
+        if self._followers is not None:
+            self._followers.close()
+        if self._uplink is not None:
+            self._uplink.close()
 
     def poll(self, timeout_s: float = 0.0) -> int:
         """Run waiting work on bytes in the caller's thread; returns how many jobs ran.
@@ -208,7 +249,9 @@ class Receiver:
         for future in list(self._answers.values()):
             with suppress(InvalidStateError):
                 future.set_exception(PeerLostError("the receiver of this engine was closed"))
-        self._work.close()
+        self._part()
+        if self._work_of_rank is not None:
+            self._work_of_rank.close()
 
     def _join(self, thread: threading.Thread) -> None:
         until_s = time.monotonic() + _CLOSE_LIMIT_S + 1.0
@@ -225,7 +268,11 @@ class Receiver:
 
     @property
     def url(self) -> str:
-        """Where it listens, for ``Sender.connect``."""
+        """Where it listens, for ``Sender.connect``: rank 0 alone does."""
+        if self._meeting.rank != 0:
+            raise ConfigError(
+                f"rank {self._meeting.rank} does not listen; rank 0 of its engine does"
+            )
         if self._server is None:
             raise ConfigError("the receiver is not started")
         return self._server.url
@@ -233,8 +280,7 @@ class Receiver:
     @property
     def version(self) -> int | None:
         """The published version, None before the first."""
-        version = self._leader.version
-        return None if version is None else version.number
+        return self._machines.version
 
     def _start_thread(self, name: str, target: Callable[[], None]) -> None:
         thread = threading.Thread(target=target, name=name, daemon=True)
@@ -253,7 +299,7 @@ class Receiver:
             case StatusRequest():
                 return self._status(request.session_id)
             case HeartbeatRequest():
-                self._feed(Heartbeat(request.run_id))
+                self._machines.feed(Heartbeat(request.run_id))
                 return {"epoch": self._epoch}
             case AttachRequest():
                 return self._attach(request)
@@ -275,29 +321,38 @@ class Receiver:
     def _ask(self, request: Request, wait_s: float) -> Mapping[str, Any]:
         """Put a request to the leader and wait for its answer, or say that it is pending."""
         number = next(self._numbers)
-        event = _event_of(request, number)
+        event = event_of(request, number, self._meeting.world_size)
         future: Future[Mapping[str, Any]] = Future()
         self._answers[number] = future
         try:
-            self._feed(event)
-            return future.result(timeout=min(max(0.0, wait_s), _MAX_WAIT_S))
+            self._machines.feed(event)
+            return future.result(timeout=min(max(0.0, wait_s), MAX_WAIT_S))
         except FutureTimeout:
             return {"pending": True, "phase": self._leader.phase.value}
         finally:
             self._answers.pop(number, None)
 
+    def _answer(self, action: Answer) -> None:
+        future = self._answers.get(action.request)
+        if future is None or future.done():
+            return  # its caller asks again, or is gone
+        if action.error is not None:
+            future.set_exception(action.error)
+        else:
+            future.set_result(dict(action.result or {}))
+
     def _description(self) -> dict[str, Any]:
         return {
             "layout": self._work.layout.to_json(),
             "layout_digest": self._work.layout.digest,
-            "world_size": 1,
+            "world_size": self._meeting.world_size,
             "version": self.version,
             "tainted": self._leader.taint,
             "pid": os.getpid(),
         }
 
     def _status(self, session_id: str | None) -> dict[str, Any]:
-        state = self._leader  # one immutable value: no lock
+        state = self._leader
         spec, version = state.spec, state.version
         answer: dict[str, Any] = {
             "epoch": state.epoch,
@@ -310,7 +365,7 @@ class Receiver:
         }
         if spec is not None:
             answer["updating_to"] = spec.version
-            answer["updating_for_s"] = time.monotonic() - self._session_start_s
+            answer["updating_for_s"] = time.monotonic() - self._machines.session_start_s
             answer["deadline_s"] = spec.deadline_s
             answer["num_bytes"] = self._work.stats.num_bytes
         if session_id is not None:
@@ -321,47 +376,34 @@ class Receiver:
             answer["detail"] = "" if ended is None else ended.detail
         return answer
 
-    def _hold(self, run_id: str) -> None:
-        run = self._leader.run
-        if run is None:
+    def _hold(self, run_id: str) -> str:
+        """The tag of the run's connection. Raises if it does not hold the engine."""
+        run, tag = self._leader.run, self._machines.tag
+        if run is None or tag is None:
             raise EpochError(f"run {run_id!r} is not connected here; connect again")
         if run.run_id != run_id:
             raise BusyError(f"the engine serves run {run.run_id!r}, not {run_id!r}")
+        return tag
 
     def _attach(self, request: AttachRequest) -> dict[str, Any]:
-        self._hold(request.run_id)
-        peer = f"trainer run {request.run_id}"
-        limit_s = min(request.timeout_s, _ATTACH_LIMIT_S)
-        deadline = Deadline(limit_s, peer=peer, stage="attach")
-        if not self._attach_lock.acquire(timeout=deadline.remaining_s()):
-            raise BusyError(f"another attach was not over after {limit_s:.1f} s; try again")
-        try:
+        tag = self._hold(request.run_id)
+
+        def make_sure(deadline: Deadline) -> None:
             self._wait_for_idle(deadline)
             self._hold(request.run_id)  # another run may have come while this one waited
-            reach("engine.attach")
-            self._work.set_endpoint(None)
-            self._endpoint_run = request.run_id
-            transport = get_transport(request.transport)
-            endpoint = transport.open_target(request.descriptor, deadline, self._work.device)
-            try:
-                direct = endpoint.probe_direct(deadline)
-                stream = transport.capabilities().contracts.get(Contract.STREAM)
-            except BaseException:
-                endpoint.close()
-                raise
-            self._work.set_endpoint(endpoint)
-            if self._closed:  # meanwhile: nobody else would let go of it
-                self._work.set_endpoint(None)
-        finally:
-            self._attach_lock.release()
-        reach("engine.attached")
-        return {
-            "contracts": {
-                Contract.DIRECT.value: _availability(direct),
-                Contract.STREAM.value: _availability(stream or Availability(False)),
-            },
-            "path": endpoint.path,
-        }
+
+        if request.target_rank == 0:
+            return self._calls.attach(request, tag, make_sure)
+        deadline = Deadline(request.timeout_s, peer=f"trainer run {request.run_id}", stage="attach")
+        make_sure(deadline)
+        return self._rank(request.target_rank).ask(
+            request.target_rank, request, tag, deadline.remaining_s() + _GRACE_S
+        )
+
+    def _rank(self, rank: int) -> Followers:
+        if self._followers is None or not 0 < rank < self._meeting.world_size:
+            raise ConfigError(f"this engine has no rank {rank}: it has {self._meeting.world_size}")
+        return self._followers
 
     def _wait_for_idle(self, deadline: Deadline) -> None:
         """A session that is ending is waited for; one that goes on keeps its transport."""
@@ -371,42 +413,68 @@ class Receiver:
             deadline.check()
             time.sleep(deadline.slice_s(0.01))
 
+    def _on_all(self, request: Request, tag: str, limit_s: float) -> list[dict[str, Any]]:
+        """What every rank answers, in rank order; all are asked before any is waited for."""
+        others = range(1, self._meeting.world_size)
+        asked = [(r, self._rank(r).call(r, request, tag)) for r in others]
+        answers = [self._calls.serve(request, tag)]
+        for rank, future in asked:
+            peer = f"rank {rank} of the engine"
+            answers.append(answer_of(future, peer, verb_of(request), limit_s))
+        return answers
+
     def _add_plan(self, request: PlanRequest) -> dict[str, Any]:
-        self._hold(request.run_id)
-        plan = RefitPlan.from_json(request.plan)
-        self._work.add_plan(plan, Layout.from_json(request.source_layout))
-        reach("engine.planned")
-        return {"digest": plan.digest}
+        tag = self._hold(request.run_id)
+        answers = self._on_all(request, tag, MAX_WAIT_S)
+        digests = {answer["digest"] for answer in answers}
+        if len(digests) != 1:
+            raise IntegrityError(f"the engine's ranks understood different plans: {digests}")
+        return answers[0]
 
     def _digest(self, request: DigestRequest) -> dict[str, Any]:
-        names = request.names
-        wanted = list(self._work.layout.index) if names is None else [str(n) for n in names]
-        future: Future[Mapping[str, int]] = Future()
-
-        def compute() -> None:
-            try:
-                future.set_result(self._work.digest_live(wanted))
-            except Exception as error:  # handed to the caller
-                future.set_exception(error)
-
-        self._jobs.put(compute)
-        try:
-            found = future.result(timeout=min(max(0.0, request.wait_s), _MAX_WAIT_S))
-        except FutureTimeout:
-            raise BusyError(
-                f"the engine did not come to a step boundary within {request.wait_s:.1f} s"
-            ) from None
-        return {"digests": {n: f"{d:016x}" for n, d in found.items()}}
+        if request.names is not None:
+            self._work.layout.resolve(map(str, request.names), "engine")
+        answers = self._on_all(request, "", request.wait_s + _GRACE_S)
+        return {"ranks": [answer["digests"] for answer in answers]}
 
     def _stats(self) -> dict[str, Any]:
-        stats, endpoint = self._work.stats, self._work.endpoint
+        own = stats_of(self._work)
+        if self._followers is None:
+            return own
+        ranks = [own, *(self._followers.stats[r] for r in sorted(self._followers.stats))]
+        phases: dict[str, float] = {}
+        for stats in ranks:  # the slowest rank is what the trainer waits for
+            for name, seconds in stats["phases"].items():
+                phases[name] = max(phases.get(name, 0.0), seconds)
         return {
-            "phases": dict(stats.phases),
-            "buckets": stats.buckets,
-            "num_bytes": stats.num_bytes,
-            "pause_s": stats.pause_s,
-            "path": "" if endpoint is None else endpoint.path,
+            **own,
+            "phases": phases,
+            "num_bytes": sum(stats["num_bytes"] for stats in ranks),
+            "pause_s": max(stats["pause_s"] for stats in ranks),
+            "ranks": ranks,
         }
+
+    # --- between ranks ----------------------------------------------------------------------------------
+
+    def _tell(self, rank: int, order: Order) -> None:
+        if self._followers is not None:
+            self._followers.tell(rank, order)
+
+    def _say(self, record: RankHello | RankReport) -> None:
+        if self._uplink is None:
+            return
+        is_end = isinstance(record, RankReport) and record.stage is Stage.RESUME
+        self._uplink.say(record, stats_of(self._work) if is_end else None)
+
+    def _serve_call(self, request: Request, tag: str) -> dict[str, Any]:
+        return self._calls.serve(request, tag)
+
+    def _lost_leader(self, reason: str) -> None:
+        if not self._closed:
+            _LOG.error("rank %d lost the leader of its engine: %s", self._meeting.rank, reason)
+            self._machines.refuse(
+                f"rank {self._meeting.rank} lost the leader of its engine ({reason}); restart the engine"
+            )
 
     # --- session thread -------------------------------------------------------------------------------
 
@@ -416,179 +484,39 @@ class Receiver:
                 self._watch_peer()
             except Exception:  # a fault of a transport must not end what every caller needs
                 _LOG.exception("watching the trainer's transport failed")
-            self._feed(Tick())
+            self._machines.feed(Tick())
+        if self._meeting.rank == 0:
+            self._end_session()
+
+    def _end_session(self) -> None:
         end_s = time.monotonic() + _CLOSE_LIMIT_S
-        self._lose_holder("the receiver was closed")
-        while time.monotonic() < end_s:
-            with self._machine:
-                if self._is_quiet() and self._leader.phase is Phase.IDLE:
-                    return
-            time.sleep(_CLOSING_TICK_S)
-            self._feed(Tick())
-        self._refuse("the engine's receiver was closed in the middle of an update")
-
-    def _lose_holder(self, reason: str) -> None:
         if (run := self._leader.run) is not None:
-            self._feed(RunLost(run.run_id, reason))
-
-    def _is_quiet(self) -> bool:
-        """Whether no job runs, or is about to."""
-        return self._rank is not None and self._rank.running is None
-
-    def _feed(self, event: Any) -> None:
-        """One event to the machine or machines that it is for, and all that follows from it."""
-        with self._machine:
-            if isinstance(event, Connect):
-                self._start_over(event.run_id)
-            actions: deque[Any] = deque()
-            if isinstance(event, JobDone | Tick) and self._rank is not None:
-                self._rank, found = step_rank(self._rank, event, time.monotonic())
-                actions.extend(found)
-            if not isinstance(event, JobDone):
-                actions.extend(self._step_leader(event))
-            self._run_actions(actions)
-
-    def _step_leader(self, event: LeaderEvent) -> list[Any]:
-        had_session = self._leader.spec is not None
-        self._leader, found = step_leader(self._leader, event, time.monotonic())
-        if not had_session and self._leader.spec is not None:
-            self._session_start_s = time.monotonic()
-        return list(found)
-
-    def _run_actions(self, actions: deque[Any]) -> None:
-        """Carry out actions in order; what leader and rank 0 say to each other is fed at once."""
-        while actions:
-            action = actions.popleft()
-            match action:
-                case Tell():
-                    if self._rank is not None:
-                        self._rank, found = step_rank(self._rank, action.order, time.monotonic())
-                        actions.extend(found)
-                case RankReport() | RankHello():
-                    actions.extend(self._step_leader(action))
-                case Answer():
-                    self._answer(action)
-                case Refuse():
-                    self._refuse(action.reason)
-                case CancelJob():
-                    if self._token_of_job is not None:
-                        self._token_of_job.cancel("the session is being given up")
-                case StartJob():
-                    self._queue_job(action)
-
-    def _refuse(self, reason: str | None) -> None:
-        try:
-            self._adapter.refuse(reason)
-        except Exception:  # foreign code must not end the thread that fed the machines
-            _LOG.exception("the adapter could not refuse (%s)", reason)
-
-    def _answer(self, action: Answer) -> None:
-        future = self._answers.get(action.request)
-        if future is None or future.done():
-            return  # its caller asks again, or is gone
-        if action.error is not None:
-            future.set_exception(action.error)
-        else:
-            future.set_result(dict(action.result or {}))
-
-    def _queue_job(self, action: StartJob) -> None:
-        token = self._token_of_job = CancelToken()
-
-        def job() -> None:
-            error = WeightSyncError(f"{action.job.value}: the work was interrupted")
-            done = JobDone(action.job, action.spec.session_id, error=error, touched=True)
-            try:
-                done = self._work.run(action, token)
-            finally:  # also when the engine's own loop is interrupted inside poll()
-                self._feed(done)
-
-        self._jobs.put(job)
-
-    def _start_over(self, run_id: str) -> None:
-        """A run that connects again has given up what it had here: its session, and its transport,
-        whose end must not count against the new one."""
-        if self._endpoint_run == run_id:
-            self._feed(RunLost(run_id, f"trainer run {run_id!r} connected again"))
-            self._endpoint_run = None
+            self._machines.feed(RunLost(run.run_id, "the receiver was closed"))
+        while time.monotonic() < end_s:
+            if self._machines.is_quiet and self._leader.phase is Phase.IDLE:
+                return
+            time.sleep(_CLOSING_TICK_S)
+            self._machines.feed(Tick())
+        self._machines.refuse("the engine's receiver was closed in the middle of an update")
 
     def _watch_peer(self) -> None:
         """A trainer whose process ended need not be waited for."""
-        if not self._attach_lock.acquire(blocking=False):
-            return  # one endpoint is being replaced by another
-        try:
-            self._watch_endpoint(self._endpoint_run)
-        finally:
-            self._attach_lock.release()
-
-    def _watch_endpoint(self, run_id: str | None) -> None:
-        endpoint = self._work.endpoint
-        if endpoint is None:
+        tag = self._machines.tag if self._uplink is None else self._uplink.tag
+        if self._followers is not None:
+            self._machines.tell_tag(self._followers.set_tag)
+        lost = self._calls.watch(tag, lambda: self._machines.is_quiet)
+        if lost is None:
             return
-        lost = endpoint.lost()
-        if lost is not None and run_id is not None:
-            self._feed(RunLost(run_id, lost))  # of that run only: another may have come since
-        run = self._leader.run
-        is_over = run is None or run.run_id != run_id
-        if is_over and self._is_quiet():
-            self._work.set_endpoint(None)
+        if self._uplink is not None:
+            self._uplink.say_run_lost(*lost)
+        else:
+            self._machines.run_lost(*lost)
 
     # --- job thread -----------------------------------------------------------------------------------
 
     def _job_loop(self) -> None:
         while (job := self._jobs.get()) is not None:
             job()
-
-
-def _availability(value: Availability) -> dict[str, Any]:
-    return {
-        "is_usable": value.is_usable,
-        "reason": value.reason,
-        "remedy": value.remedy,
-        "is_slow": value.is_slow,
-    }
-
-
-def _event_of(request: Request, number: int) -> LeaderEvent:
-    match request:
-        case ConnectRequest():
-            return Connect(number, request.run_id, request.lease_s)
-        case BeginRequest():
-            return Begin(number, request.epoch, _spec_of(request))
-        case MoveRequest():
-            payload = {
-                "plan_digest": request.plan_digest,
-                "epoch": request.epoch,
-                "publication": request.publication,
-            }
-            return Move(number, request.session_id, request.move_id, payload)
-        case PrepareRequest():
-            return Prepare(number, request.session_id, {"manifest": request.manifest})
-        case CommitRequest():
-            return Commit(number, request.session_id)
-        case AbortRequest():
-            return Abort(number, request.session_id, request.reason)
-        case CloseRequest():
-            return Close(number, request.run_id)
-        case _:
-            raise ProtocolError(f"{verb_of(request)} is not a request of a session")
-
-
-def _spec_of(request: BeginRequest) -> SessionSpec:
-    names = None if request.scope is None else frozenset(map(str, request.scope))
-    try:
-        return SessionSpec(
-            request.session_id,
-            request.run_id,
-            request.version,
-            Scope(names),
-            Placement(request.placement),
-            request.deadline_s,
-            request.commit_timeout_s,
-            VerifyMode(request.verify),
-            PauseMode(request.pause_mode),
-        )
-    except ValueError as error:
-        raise ProtocolError(f"begin: {error}") from error
 
 
 __all__ = ["JobsBy", "Receiver", "ReceiverHooks"]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
+from weightsync.errors import ProtocolError
 from weightsync.types import Contract, Outcome, format_bytes
 
 
@@ -49,3 +51,28 @@ class UpdateReport:
             )
             lines.append(f"{line} {e.detail}".rstrip())
         return "\n".join(lines)
+
+
+def report_to_json(report: UpdateReport) -> dict[str, Any]:
+    """Plain JSON, for the other ranks of a trainer; :func:`report_from_json` is its inverse."""
+    return asdict(report)
+
+
+def report_from_json(value: Any) -> UpdateReport:
+    """Raises :class:`ProtocolError`."""
+    try:
+        engines = tuple(
+            EngineReport(
+                **{
+                    **engine,
+                    "outcome": Outcome(engine["outcome"]),
+                    "contract": None
+                    if engine["contract"] is None
+                    else Contract(engine["contract"]),
+                }
+            )
+            for engine in value["engines"]
+        )
+        return UpdateReport(**{**value, "engines": engines})
+    except (KeyError, TypeError, ValueError) as error:
+        raise ProtocolError(f"malformed report: {error!r}") from error

@@ -6,7 +6,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -15,11 +15,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from weightsync import config
-from weightsync.binding import source_parts
+from weightsync.collector import Collector
 from weightsync.control import ControlClient, HttpClient, LocalClient
-from weightsync.deadline import CancelToken
-from weightsync.device_tables import device_of, synchronize
-from weightsync.digest import DigestTable
+from weightsync.crew import Crew, EngineHelpers, nothing
+from weightsync.deadline import CancelToken, Deadline
+from weightsync.digest_shares import WHOLE, DigestShares
 from weightsync.errors import (
     ConfigError,
     EpochError,
@@ -29,17 +29,20 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.faults import reach
-from weightsync.kept import NUM_KEPT, Kept
-from weightsync.link import Bound, EngineLink, new_session_id
+from weightsync.kept import Kept
+from weightsync.layout import Layout
+from weightsync.link import EngineLink, new_session_id
 from weightsync.manifest import Digests, Manifest, ManifestBasis, manifest_basis
 from weightsync.naming import Rule
 from weightsync.options import SenderOptions, resolve_options
-from weightsync.plan import RefitPlan
-from weightsync.report import EngineReport, UpdateReport
-from weightsync.sources import ModuleSource, NamedSource, chunks, pairs, resolve_bucket
-from weightsync.tensors import LocalTensors, local_tensors
+from weightsync.rank_sender import RankSender
+from weightsync.ranks import Meeting
+from weightsync.report import EngineReport, UpdateReport, report_to_json
+from weightsync.source_ends import Bound, Publication, digest_sources, targets_of
+from weightsync.sources import resolve_bucket
+from weightsync.tensors import LocalTensors
 from weightsync.transports import get_transport
-from weightsync.types import Contract, Outcome, RegionAddress, RegionKind
+from weightsync.types import Contract, Outcome
 
 P = TypeVar("P")
 
@@ -53,8 +56,10 @@ class _Session:
     is_begun: bool = False
     is_commit_asked: bool = False
     error: WeightSyncError | None = None
-    moves: list[tuple[RefitPlan, Digests]] = field(default_factory=list)
-    manifest: Manifest | None = None
+    moves: list[tuple[DigestShares, Digests]] = field(
+        default_factory=list
+    )  # and sums of all owners
+    root: str = ""
     num_bytes: int = 0
     contract: Contract | None = None
     stats: Mapping[str, Any] = field(default_factory=dict)
@@ -74,16 +79,17 @@ class Sender:
         run_id: str,
         options: SenderOptions,
         rules: Sequence[Rule] | None,
+        crew: Crew | None = None,
     ) -> None:
         self._links = list(links)
         self.run_id = run_id
         self.options = options
-        self._rules = rules
-        self._module_source = ModuleSource(rules, options.cast)
-        self._named_source = NamedSource(rules or (), options.cast)
+        self._crew = crew
+        self._num_updates = 0
+        world_size = 1 if crew is None else crew.world_size
+        self._collector = Collector(rules, options.cast, options.bucket_bytes, 0, world_size)
         self._update: Update | None = None
-        self._digest_tables: dict[str, _SourceDigests] = {}
-        self._bases: Kept[tuple[str, ...], ManifestBasis] = Kept(8)
+        self._bases: Kept[tuple[Any, ...], ManifestBasis] = Kept(32)
         self._closed = threading.Event()
         # Two a link: giving up must not queue behind what is being given up.
         self._pool = ThreadPoolExecutor(2 * max(1, len(self._links)), "weightsync-sender")
@@ -106,34 +112,55 @@ class Sender:
         bucket: str | int = "auto",
         rank: int = 0,
         world_size: int = 1,
+        group: Any = None,
+        store: Any = None,
+        name: str = "trainer",
         token: str | None = None,
         run_id: str | None = None,
         rules: Sequence[Rule] | None = None,
         **options: Any,
-    ) -> Sender:
+    ) -> Sender | RankSender:
         """Connect to engines: ``http://HOST:PORT`` of each, or a ``Receiver`` of this process.
 
         Waits up to ``connect_timeout_s`` for engines that do not listen yet. ``bucket`` is the size
         of a stream's slot ("1GB", "512MiB", bytes, "auto"). ``rules`` rename or drop names on the way
         out (None: those that transformers models need). ``options`` are the fields of
         :class:`weightsync.options.SenderOptions`: placement, contract, verify, cast, strict, and the
-        timeouts. Raises :class:`ConfigError`, :class:`PeerLostError`, :class:`BusyError`, ...
+        timeouts. A trainer of several ranks calls this on each of them, with the same arguments but
+        ``rank``, and ``group`` (a ``torch.distributed`` process group of the trainer's ranks) or
+        ``store`` (as torch's stores are; ``name`` tells trainers apart that share one) to find rank 0;
+        then every rank enters every update and sends what it holds. Raises :class:`ConfigError`,
+        :class:`PeerLostError`, :class:`BusyError`, ...
         """
-        if (rank, world_size) != (0, 1):
-            raise ConfigError(
-                f"rank {rank} of {world_size}: trainers of several ranks are not supported yet; "
-                "gather on rank 0, or use rank=0, world_size=1"
-            )
         checked = resolve_options(resolve_bucket(bucket), **options)
-        name = run_id if run_id is not None else f"{os.uname().nodename}-{secrets.token_hex(6)}"
-        shown = token if token is not None else config.control_token()
-        links = [
-            EngineLink(_client(e, shown), get_transport(transport), checked, name) for e in engines
-        ]
-        if not links:
+        meeting = Meeting(rank, world_size, group, store, "trainer", name)
+        listed = list(engines)
+        if not listed:
             raise ConfigError("no engines given")
-        sender = cls(links, name, checked, rules)
+        shown = token if token is not None else config.control_token()
+        clients = [_client(engine, shown) for engine in listed]
+        if rank != 0:
+            return RankSender(meeting, clients, get_transport(transport), checked, rules)
+        found = run_id if run_id is not None else f"{os.uname().nodename}-{secrets.token_hex(6)}"
+        crew = None
+        if world_size > 1:
+            welcome = {"run_id": found, "engines": [client.peer for client in clients]}
+            crew = Crew(meeting, welcome)
+        links = [
+            EngineLink(
+                client,
+                get_transport(transport),
+                checked,
+                found,
+                None if crew is None else EngineHelpers(crew, i, checked.deadline_s),
+            )
+            for i, client in enumerate(clients)
+        ]
+        sender = cls(links, found, checked, rules, crew)
         try:
+            if crew is not None:
+                limit_s = checked.connect_timeout_s
+                crew.wait(Deadline(limit_s, peer="trainer ranks", stage="connect"))
             sender._on_each(links, EngineLink.connect)
         except BaseException:
             sender.close()
@@ -180,9 +207,10 @@ class Sender:
         self._closed.set()
         for link in self._links:
             link.close()
+        if self._crew is not None:
+            self._crew.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
-        self._module_source.forget()
-        self._named_source.forget()
+        self._collector.forget()
         for heart in self._hearts:
             heart.join(timeout=5.0)
 
@@ -208,42 +236,15 @@ class Sender:
             if error is not None:
                 raise error
 
-    def _digest(self, bound: Bound, tensors: LocalTensors) -> Digests:
-        """Digests of ``bound.plan.metas``."""
-        kept = self._digest_tables.get(bound.plan.digest)
-        if kept is None or kept.addresses != tensors.addresses:
-            kept = _SourceDigests(tensors.addresses, *_source_digests(bound.plan, tensors))
-            self._digest_tables[bound.plan.digest] = kept
-            while len(self._digest_tables) > NUM_KEPT:
-                self._digest_tables.pop(next(iter(self._digest_tables)))
-        synchronize(kept.device)
-        found: Digests = np.zeros(len(bound.plan.metas), dtype=np.uint64)
-        found[kept.places] = kept.table.values(self.options.num_threads)
-        return found
+    def _basis(self, moves: Sequence[DigestShares], rank: int) -> ManifestBasis:
+        """Of what an engine rank gets in these moves; WHOLE: of everything."""
 
-    def _basis(self, plans: Sequence[RefitPlan]) -> ManifestBasis:
-        key = tuple(plan.digest for plan in plans)
-        return self._bases.get(
-            key, lambda: manifest_basis((plan.digest, plan.metas) for plan in plans)
-        )
+        def make() -> ManifestBasis:
+            return manifest_basis(
+                (s.plan.digest, s.plan.metas if rank == WHOLE else s.metas(rank)) for s in moves
+            )
 
-
-@dataclass(frozen=True)
-class _SourceDigests:
-    """A digest table of a plan's sources, and the place of each of its names in the plan."""
-
-    addresses: tuple[RegionAddress, ...]  # those that it was made for
-    device: str
-    table: DigestTable
-    places: Any  # int64 [names]
-
-
-def _source_digests(plan: RefitPlan, tensors: LocalTensors) -> tuple[str, DigestTable, Any]:
-    by_region = {a.region: a.ptr for a in tensors.addresses}
-    device = device_of(tensors.addresses, "what the trainer sends")
-    table = DigestTable(source_parts(plan, tensors.layout, by_region), device)
-    place = {meta.name: i for i, meta in enumerate(plan.metas)}
-    return device, table, np.array([place[n] for n in table.names], dtype=np.int64)
+        return self._bases.get((rank, *(shares.plan.digest for shares in moves)), make)
 
 
 def _client(engine: Any, token: str | None) -> ControlClient:
@@ -263,6 +264,7 @@ class Update:
         self._scope = scope
         self._sessions: list[_Session] = []
         self._num_moves = 0
+        self._number = 0  # among the updates of this sender
         self._dropped: dict[str, str] = {}
         self._start_s = 0.0
         self.report: UpdateReport | None = None
@@ -275,10 +277,13 @@ class Update:
         self._start_s = time.perf_counter()
         self._sessions = [_Session(link, new_session_id()) for link in self._sender._links]
         self._sender._update = self
+        self._sender._num_updates += 1
+        self._number = self._sender._num_updates
         try:
             self._on_sessions(self._connect_again)
-        except BaseException:
+        except BaseException as error:
             self._sender._update = None
+            self._tell_end(error)
             raise
         return self
 
@@ -317,55 +322,82 @@ class Update:
         """
         if self._sender._update is not self:
             raise SessionError("send is only possible inside `with sender.update(...)`")
-        for tensors, dropped in self._collect(source):
+        crew = self._sender._crew
+        for tensors, dropped in self._sender._collector.collect(source):
             self._dropped.update(dropped)
-            if tensors.layout.tensors:  # a part of which the rules left nothing is no move
-                self._move(tensors)
+            if crew is not None:
+                self._move_together(crew, tensors)
+            elif tensors.layout.tensors:  # a part of which the rules left nothing is no move
+                self._move(tensors, tensors.layout)
             del tensors
+        if crew is not None:
+            nothing_more = LocalTensors(nothing(crew.world_size), {}, ())
+            while self._move_together(crew, nothing_more):
+                pass
+            crew.tell({"kind": "sent", "update": self._number})
 
-    def _collect(self, source: Any) -> Iterator[tuple[LocalTensors, Mapping[str, str]]]:
-        sender = self._sender
-        cast, rules = sender.options.cast, sender._rules
-        if hasattr(source, "named_parameters"):
-            yield sender._module_source.collect(source)
-            return
-        if hasattr(source, "items") or isinstance(source, list | tuple):
-            named = source.items() if hasattr(source, "items") else source
-            listed = list(pairs(named))  # kept alive here until they were sent
-            yield sender._named_source.collect(listed)
-            return
-        for ruled in chunks(source, rules or (), sender.options.bucket_bytes):
-            gathered = local_tensors(ruled.named, cast=cast, kind=RegionKind.TEMPORARY)
-            yield gathered, ruled.dropped
-            del gathered, ruled  # before the next part is gathered
-
-    def _move(self, tensors: LocalTensors) -> None:
-        move_id = self._num_moves
+    def _move_together(self, crew: Crew, tensors: LocalTensors) -> bool:
+        """One move of all ranks; False if no rank had anything (any more)."""
+        move = self._num_moves
         self._num_moves += 1
+        replies = crew.have(self._number, move, self._sender.options.deadline_s)
+        for reply in replies.values():
+            self._dropped.update(reply.get("dropped", {}))
+        has_more = bool(tensors.layout.tensors) or not all(r["is_end"] for r in replies.values())
+        source = crew.joint(tensors.layout, replies)
+        moved: list[int] = []
+        if source.tensors:
+            self._move(tensors, source, move)
+            moved = [i for i, s in enumerate(self._sessions) if s.error is None]
+        crew.tell({"kind": "moved", "update": self._number, "move": move, "engines": moved})
+        return has_more
+
+    def _move(self, tensors: LocalTensors, source: Layout, move: int | None = None) -> None:
+        """``tensors`` are this rank's, ``source`` is the layout of all ranks."""
+        move_id = self._num_moves if move is None else move
+        self._num_moves = max(self._num_moves, move_id + 1)
+        taken: Kept[str, Digests] = Kept()  # engines of one layout share their plan
 
         def act(session: _Session) -> None:
-            bound, digests, publication = self._ready(
-                session, lambda: self._describe(session, tensors)
+            bound, digests, published = self._ready(
+                session, lambda: self._describe(session, tensors, source, taken)
             )
-            link, session_id = session.link, session.session_id
-            link.move(session_id, move_id, bound, publication, session.token)
+            session.link.move(session.session_id, move_id, bound, published, session.token)
             reach("trainer.moved")
-            session.moves.append((bound.plan, digests))
+            session.moves.append((bound.shares, digests))
             session.num_bytes += bound.plan.total_bytes
             session.contract = bound.plan.contract
 
         self._on_sessions(act)
 
     def _describe(
-        self, session: _Session, tensors: LocalTensors
-    ) -> tuple[Bound, Digests, Mapping[str, Any]]:
-        """Plan, digests and publication, before the engine is asked for anything: it may pause."""
-        bound = session.link.plan(tensors)
-        publication = session.link.publish(bound, tensors)
+        self,
+        session: _Session,
+        tensors: LocalTensors,
+        source: Layout,
+        taken: Kept[str, Digests],
+    ) -> tuple[Bound, Digests, list[Publication]]:
+        """Plan, digests and publications, before the engine is asked for anything: it may pause."""
+        link, sender = session.link, self._sender
+        bound = link.plan(tensors, source)
+        published = link.ends.publish(bound, tensors)
         start_s = time.perf_counter()
-        digests = self._sender._digest(bound, tensors)
+        num_threads = sender.options.num_threads
+        digests = taken.get(
+            bound.plan.digest, lambda: digest_sources(bound, 0, tensors, num_threads)
+        )
+        if sender._crew is not None:
+            ranks = [rank for rank in targets_of(bound.plan) if rank != 0]
+            theirs, sums = sender._crew.describe(
+                sender._links.index(link),
+                bound.plan,
+                bound.shares.num_owners,
+                ranks,
+                sender.options.deadline_s,
+            )
+            published, digests = [*published, *theirs], digests + sums
         session.digest_s += time.perf_counter() - start_s
-        return bound, digests, publication
+        return bound, digests, published
 
     def _ready(self, session: _Session, make_plan: Callable[[], P]) -> P:
         """What to move, in an open session. An engine that let this run go since the last update
@@ -398,13 +430,17 @@ class Update:
             self._give_up(error)
             return
         try:
+            if (
+                self._sender._crew is not None
+            ):  # who left it by an error says so, and nothing is decided
+                self._sender._crew.leave(self._number, self._sender.options.deadline_s)
             with suppress(WeightSyncError):  # recorded for each engine; reported below
                 self._on_sessions(self._prepare_and_commit)
         except BaseException as raised:  # an interrupt: no session may stay open behind it
             self._give_up(raised)
             raise
         self._finish()
-
+        self._tell_end()
         if self.report is None or self.report.is_committed:
             return  # also where only the answer to a commit was lost
         ended = zip(self._sessions, self.report.engines, strict=True)
@@ -423,6 +459,7 @@ class Update:
                 f"left by {type(error).__name__}: {error}"
             )
         self._finish()
+        self._tell_end(error)
         error.add_note(str(self.report))
 
     def _prepare_and_commit(self, session: _Session) -> None:
@@ -431,16 +468,38 @@ class Update:
                 raise MissingNameError("nothing was sent; call update.send(...) before leaving")
             # A round in which nobody has anything still ends its session.
             self._ready(session, lambda: None)
-        plans = [plan for plan, _ in session.moves]
-        taken = [digests for _, digests in session.moves]
-        values = np.concatenate(taken) if taken else np.zeros(0, dtype=np.uint64)
-        manifest = session.manifest = Manifest(self._sender._basis(plans), values)
         reach("trainer.prepare")
-        session.link.prepare(session.session_id, manifest.to_json())
+        session.link.prepare(session.session_id, self._manifests(session))
         reach("trainer.prepared")
         session.is_commit_asked = True
         session.stats = session.link.commit(session.session_id).get("stats", {})
         reach("trainer.committed")
+
+    def _manifests(self, session: _Session) -> list[dict[str, Any]]:
+        """For each rank of the engine, of what it got; notes the root of the whole."""
+        moves = [shares for shares, _ in session.moves]
+
+        def manifest(rank: int, each: Callable[[DigestShares, Digests], Digests]) -> Manifest:
+            values = [each(shares, sums) for shares, sums in session.moves]
+            joined: Digests = np.concatenate([np.zeros(0, dtype=np.uint64), *values])
+            return Manifest(self._sender._basis(moves, rank), joined)
+
+        session.root = manifest(WHOLE, DigestShares.whole).root if moves else ""
+        found = []
+        for rank in range(session.link.world_size):
+
+            def of_rank(shares: DigestShares, sums: Digests, rank: int = rank) -> Digests:
+                return shares.for_rank(rank, sums)
+
+            found.append(manifest(rank, of_rank).to_json())
+        return found
+
+    def _tell_end(self, error: BaseException | None = None) -> None:
+        """The other ranks of the trainer wait for the outcome."""
+        if (crew := self._sender._crew) is not None:
+            report = None if self.report is None else report_to_json(self.report)
+            said = "" if error is None else f"{type(error).__name__}: {error}"[:2000]
+            crew.tell({"kind": "ended", "update": self._number, "report": report, "error": said})
 
     def _finish(self) -> None:
         engines: list[EngineReport] = [None] * len(self._sessions)  # type: ignore[list-item]
@@ -479,11 +538,11 @@ class Update:
             outcome=outcome,
             detail=detail,
             version=self.version if outcome is Outcome.COMMITTED else None,
-            num_tensors=sum(len(plan.metas) for plan, _ in session.moves),
+            num_tensors=sum(len(shares.plan.metas) for shares, _ in session.moves),
             num_bytes=session.num_bytes,
             contract=session.contract,
             path=str(session.stats.get("path") or link.path),
             phases=phases,
             pause_s=float(session.stats.get("pause_s", 0.0)),
-            root=session.manifest.root if session.manifest and session.moves else "",
+            root=session.root,
         )

@@ -524,7 +524,7 @@ def _rank_report(state: LeaderState, event: RankReport, now_s: float) -> Step:
 
 def _session_report(state: LeaderState, event: RankReport, now_s: float) -> Step:
     is_dirty = event.touched or event.tainted is not None
-    error = event.error
+    error = _named(event.error, event.rank, state.world_size)
     if state.phase is Phase.ABORTING:
         # A rank that could not give the session up refuses by itself; the others must as well.
         is_dirty = is_dirty or (error is not None and event.stage is Stage.ABORT)
@@ -637,6 +637,13 @@ def _alike(error: WeightSyncError | None, text: str) -> WeightSyncError:
         return SessionError(text) if error is None else type(error)(text)
     except TypeError:
         return SessionError(text)
+
+
+def _named(error: WeightSyncError | None, rank: int, world_size: int) -> WeightSyncError | None:
+    """Of several ranks' errors it must show whose it is."""
+    if error is None or world_size == 1 or str(error).startswith(f"rank {rank}"):
+        return error
+    return _alike(error, f"rank {rank}: {error}")
 
 
 # --- small parts ----------------------------------------------------------------------------------

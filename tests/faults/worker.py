@@ -204,7 +204,7 @@ class EngineCommands:
 
     def released(self, limit_s: float) -> None:
         """Wait until nothing is attached any more."""
-        wait_until(lambda: self._receiver._work.endpoint is None, limit_s, self.status)
+        wait_until(lambda: not self._receiver._work.endpoints, limit_s, self.status)
 
     def close(self) -> None:
         self._receiver.close()

@@ -1,0 +1,31 @@
+"""What of a plan goes between one rank of each side: a plan of its own, for its own tables and slots."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsync.plan import RefitPlan
+
+
+@dataclass(frozen=True, eq=False)
+class PairPlan:
+    """``plan`` has this pair's transfers only; ``places`` (int64 [transfers]) are theirs in the whole."""
+
+    plan: RefitPlan
+    places: npt.NDArray[np.int64]
+
+
+def pair_plan(plan: RefitPlan, source_rank: int, target_rank: int) -> PairPlan:
+    """The transfers between two ranks, in the plan's order; the whole plan where there are no others."""
+    places = [
+        n
+        for n, t in enumerate(plan.transfers)
+        if (t.source_rank, t.target_rank) == (source_rank, target_rank)
+    ]
+    if len(places) == len(plan.transfers):
+        return PairPlan(plan, np.arange(len(places), dtype=np.int64))
+    kept = tuple(plan.transfers[n] for n in places)
+    return PairPlan(replace(plan, transfers=kept), np.array(places, dtype=np.int64))
