@@ -55,6 +55,7 @@ CASES = {
     "alone": Sizes(),
     "tp": Sizes(tp=2),
     "tp of the groups": Sizes(tp=4),
+    "10 tokens padded to 12": Sizes(tp=4, vocab=10, divisor=1),
     "biases": Sizes(tp=2, has_bias=True),
     "pp": Sizes(pp=2),
     "vp": Sizes(pp=2, vp=2),
