@@ -38,7 +38,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
         "weightsync.native_gate", "weightsync.native_norm",
         "weightsync.device_tables", "weightsync.slot_pack",
         "weightsync.codec",
-        "weightsync.checkpoints", "weightsync.presets", "weightsync.kept",
+        "weightsync.checkpoints", "weightsync.presets", "weightsync.kept", "weightsync.layouts",
     ),
     ("weightsync.deadline", "weightsync.config", "weightsync.faults", "weightsync.types",
      "weightsync.errors", "weightsync.packages"),

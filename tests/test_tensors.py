@@ -185,7 +185,9 @@ def test_quantised_tensors_are_refused() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_distributed_tensors_are_refused_and_their_neighbours_are_not(tmp_path: Any) -> None:
+def test_a_distributed_tensor_of_one_rank_is_whole_but_has_no_view_of_its_own(
+    tmp_path: Any,
+) -> None:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, distribute_tensor
@@ -200,8 +202,7 @@ def test_distributed_tensors_are_refused_and_their_neighbours_are_not(tmp_path: 
             "sharded": whole,
         }
         with pytest.raises(LayoutError, match=r"'sharded': .*DTensor"):
-            local_tensors(state.items())
-        state["sharded"] = whole.full_tensor()
+            view_of(whole, "sharded")
         assert list(local_tensors(state.items()).views) == list(state)
     finally:
         dist.destroy_process_group()

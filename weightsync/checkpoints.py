@@ -143,17 +143,25 @@ def cached_checkpoint(
 def read_index(directory: Path) -> list[IndexEntry]:
     """List the tensors of a checkpoint from its safetensors headers, in file order.
 
+    Raises what :func:`read_tensors` raises.
+    """
+    return [
+        IndexEntry(t.meta.name, t.meta.dtype, t.meta.shape, t.file) for t in read_tensors(directory)
+    ]
+
+
+def read_tensors(directory: Path) -> list[FileTensor]:
+    """Like :func:`read_index`, with the place of each tensor in its file.
+
     Reads headers only. Raises :class:`ConfigError` if the directory has no safetensors
     checkpoint, and :class:`LayoutError` that names the file if one cannot be trusted.
     """
     single, index = directory / SINGLE_FILE, directory / INDEX_FILE
     if single.is_file():
-        tensors = read_header(single)
-    elif index.is_file():
-        tensors = _read_sharded(index)
-    else:
-        raise _no_checkpoint(directory)
-    return [IndexEntry(t.meta.name, t.meta.dtype, t.meta.shape, t.file) for t in tensors]
+        return read_header(single)
+    if index.is_file():
+        return _read_sharded(index)
+    raise _no_checkpoint(directory)
 
 
 def read_header(path: Path) -> list[FileTensor]:

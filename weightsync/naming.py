@@ -7,16 +7,20 @@ Rules apply in order; the first that matches a name decides.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 from weightsync.errors import ConfigError, LayoutError
+from weightsync.layouts.dtensor import Trainer, is_dtensor
+from weightsync.layouts.refused import check_module, check_name, check_source
+from weightsync.layouts.sharded import Sharded
 
 NamedTensor = tuple[str, Any]
 
 
-def _check_pattern(pattern: str) -> None:
+def check_pattern(pattern: str) -> None:
+    """Raise :class:`ConfigError` if it is no regular expression."""
     try:
         re.compile(pattern)
     except (re.error, TypeError) as error:
@@ -31,7 +35,7 @@ class Rename:
     replacement: str
 
     def __post_init__(self) -> None:
-        _check_pattern(self.pattern)
+        check_pattern(self.pattern)
 
     def apply(self, name: str, tensor: Any) -> list[NamedTensor] | None:
         new, count = re.subn(self.pattern, self.replacement, name)
@@ -46,7 +50,7 @@ class Drop:
     reason: str
 
     def __post_init__(self) -> None:
-        _check_pattern(self.pattern)
+        check_pattern(self.pattern)
 
     def apply(self, name: str, tensor: Any) -> list[NamedTensor] | None:
         return [] if re.fullmatch(self.pattern, name) else None
@@ -59,7 +63,7 @@ class Include:
     pattern: str
 
     def __post_init__(self) -> None:
-        _check_pattern(self.pattern)
+        check_pattern(self.pattern)
 
     def apply(self, name: str, tensor: Any) -> list[NamedTensor] | None:
         return [(name, tensor)] if re.fullmatch(self.pattern, name) else None
@@ -72,10 +76,12 @@ class FusedExperts:
     ``<prefix>.experts.gate_up_proj`` [experts, 2 x width, hidden] holds gate above up, and
     ``<prefix>.experts.down_proj`` [experts, hidden, width]; files have
     ``<prefix>.experts.E.{gate,up,down}_proj.weight``. With ``is_transposed`` the last two dimensions
-    of the fused tensors are swapped. The views share memory with the fused tensors.
+    of the fused tensors are swapped. The views share memory with the fused tensors. Under expert
+    parallel a rank has some of the experts only: ``first_expert`` is the number of its first one.
     """
 
     is_transposed: bool = False
+    first_expert: int = 0
 
     def apply(self, name: str, tensor: Any) -> list[NamedTensor] | None:
         match = re.fullmatch(r"(.+\.experts)\.(gate_up_proj|down_proj)", name)
@@ -87,8 +93,9 @@ class FusedExperts:
                 f"{name!r}: fused experts have 3 dimensions, got {tuple(tensor.shape)}"
             )
         found: list[NamedTensor] = []
-        for e in range(tensor.shape[0]):
-            expert = tensor[e].T if self.is_transposed else tensor[e]
+        for i in range(tensor.shape[0]):
+            e = i + self.first_expert
+            expert = tensor[i].T if self.is_transposed else tensor[i]
             if part == "down_proj":
                 found.append((f"{prefix}.{e}.down_proj.weight", expert))
                 continue
@@ -102,7 +109,16 @@ class FusedExperts:
         return found
 
 
-Rule = Rename | Drop | Include | FusedExperts
+class Rule(Protocol):
+    """What every rule can do."""
+
+    def apply(self, name: str, tensor: Any) -> list[NamedTensor] | None:
+        """What a named tensor becomes (nothing: it is dropped); None if the name does not match.
+
+        ``tensor`` is one that this rank holds whole or a :class:`weightsync.layouts.Sharded`; both can
+        be sliced.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -111,41 +127,86 @@ class RuledTensors:
 
     named: list[NamedTensor]
     dropped: dict[str, str] = field(default_factory=dict)
+    used: set[int] = field(default_factory=set)  # which rules matched a name, by index
 
 
-def apply_rules(named: Iterable[NamedTensor], rules: Sequence[Rule]) -> RuledTensors:
-    """Every name through the first rule that matches it."""
+def apply_rules(
+    named: Iterable[NamedTensor], rules: Sequence[Rule], trainer: Trainer | None = None
+) -> RuledTensors:
+    """Every name through the first rule that matches it; DTensors become this rank's boxes.
+
+    Raises :class:`LayoutError` for what is no tensor by name: FSDP1's flat parameters, adapters,
+    optimizer state.
+    """
     result = RuledTensors([], {})
-    for name, tensor in named:
-        for rule in rules:
-            found = rule.apply(name, tensor)
-            if found is None:
-                continue
-            if isinstance(rule, Drop):
-                result.dropped[name] = rule.reason
-            result.named.extend(found)
-            break
-        else:
-            result.named.append((name, tensor))
+    sources: dict[str, str] = {}
+    for name, tensor in (trainer or Trainer()).localise(named):
+        check_source(name, tensor)
+        for new, found in _ruled(name, tensor, rules, result):
+            check_name(new)
+            other = sources.setdefault(new, name)
+            # Parts of one tensor may come from several, whole tensors may not.
+            if other != name and not isinstance(found, Sharded):
+                raise LayoutError(f"{other!r} and {name!r} both become {new!r} by the rules")
+            result.named.append((new, found))
     return result
 
 
-def module_tensors(module: Any, rules: Sequence[Rule]) -> RuledTensors:
+def _ruled(
+    name: str, tensor: Any, rules: Sequence[Rule], result: RuledTensors
+) -> list[NamedTensor]:
+    for i, rule in enumerate(rules):
+        found = rule.apply(name, tensor)
+        if found is not None:
+            result.used.add(i)
+            if not found:
+                result.dropped[name] = getattr(rule, "reason", f"{type(rule).__name__} drops it")
+            return found
+    return [(name, tensor)]
+
+
+def check_used(rules: Sequence[Rule], used: Set[int]) -> None:
+    """Raise :class:`ConfigError` for a rule that matched no name: it says something else than it should.
+
+    ``used`` are the indices of those that did (``RuledTensors.used``), on any rank.
+    """
+    idle = [rule for i, rule in enumerate(rules) if i not in used]
+    if idle:
+        raise ConfigError(
+            f"{len(idle)} of {len(rules)} rules match no name of the module, the first is {idle[0]}; "
+            "correct its pattern or leave it out"
+        )
+
+
+def module_tensors(
+    module: Any, rules: Sequence[Rule], trainer: Trainer | None = None
+) -> RuledTensors:
     """Parameters of a ``torch.nn.Module`` (tied names included) and the buffers that rules include.
 
     Tensors are detached. Buffers that no :class:`Include` names are listed as dropped.
     """
-    named = [(n, p.detach()) for n, p in module.named_parameters(remove_duplicate=False)]
+    check_module(module)
+    parameters = module.named_parameters(remove_duplicate=False)
+    # A detached DTensor is a new one, and has the same local tensor.
+    named = [(n, p if is_dtensor(p) else p.detach()) for n, p in parameters]
     buffers = list(module.named_buffers(remove_duplicate=False))
-    includes = [r for r in rules if isinstance(r, Include)]
-    wanted = [(n, b) for n, b in buffers if any(r.apply(n, b) is not None for r in includes)]
-    others = [r for r in rules if not isinstance(r, Include)]
-    result = apply_rules([*named, *wanted], others)
+    includes = {i: r for i, r in enumerate(rules) if isinstance(r, Include)}
+    others = {i: r for i, r in enumerate(rules) if i not in includes}
+    found = [(n, b, _matching(n, b, includes)) for n, b in buffers]
+    wanted = [(n, b) for n, b, matching in found if matching]
+    result = apply_rules([*named, *wanted], list(others.values()), trainer)
+    places = list(others)
+    used = {places[i] for i in result.used}.union(*(matching for *_, matching in found))
+    result = replace(result, used=used)
     kept = {n for n, _ in wanted}
     for name, _ in buffers:
         if name not in kept:
             result.dropped[name] = "a buffer that no Include rule names"
     return result
+
+
+def _matching(name: str, tensor: Any, rules: Mapping[int, Rule]) -> set[int]:
+    return {i for i, rule in rules.items() if rule.apply(name, tensor) is not None}
 
 
 #: model_type of transformers configurations whose experts are fused in memory, gate above up.

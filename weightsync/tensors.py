@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from weightsync.errors import LayoutError
 from weightsync.layout import Layout, PlacedBox, Region, TensorLayout
+from weightsync.layouts.dtensor import Trainer, is_dtensor
+from weightsync.layouts.sharded import Sharded, join_pieces
 from weightsync.types import (
     ITEM_BYTES,
     Box,
@@ -76,10 +78,15 @@ def view_of(tensor: Any, name: str = "tensor") -> TensorView:
 
 def _torch_view(torch: Any, tensor: Any, name: str) -> TensorView:
     kind = type(tensor)
+    if is_dtensor(tensor):
+        raise LayoutError(
+            f"{name!r}: a DTensor has no one address: this rank's part of it belongs to a layout of "
+            "several ranks (rank=, world_size=)"
+        )
     if kind is not torch.Tensor and kind is not torch.nn.Parameter and kind is not torch.nn.Buffer:
         raise LayoutError(
             f"{name!r}: tensors of type {kind.__module__}.{kind.__qualname__} are not understood; "
-            "give plain tensors (for a DTensor its local shard belongs to a layout of several ranks)"
+            "give plain tensors or DTensors"
         )
     is_strided = tensor.layout is torch.strided and not tensor.is_nested
     if not is_strided or tensor.is_quantized or tensor.device.type == "meta":
@@ -142,8 +149,27 @@ class LocalTensors:
     """One rank's tensors: the layout that others see and the addresses that only we see."""
 
     layout: Layout
-    views: Mapping[str, TensorView]  # by canonical name
+    views: Mapping[str, TensorView]  # of tensors that this rank holds whole, by canonical name
     addresses: tuple[RegionAddress, ...]
+    shards: Mapping[str, tuple[TensorView, ...]] = field(default_factory=dict)  # of all others
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What this rank holds of one tensor: views, each with the index of its first element."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    placed: tuple[tuple[tuple[int, ...], TensorView], ...]
+
+    @property
+    def is_whole(self) -> bool:
+        return len(self.placed) == 1 and self.placed[0][1].shape == self.shape
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """Equal for two that are the very same elements of tensors of equal shape."""
+        return (self.shape, *((start, view.identity) for start, view in self.placed))
 
 
 def local_tensors(
@@ -151,27 +177,66 @@ def local_tensors(
     *,
     cast: CastPolicy = CastPolicy.STRICT,
     kind: RegionKind = RegionKind.PERSISTENT,
+    rank: int = 0,
+    world_size: int = 1,
 ) -> LocalTensors:
-    """The layout of whole tensors that one rank holds (world size 1).
+    """The layout of what rank ``rank`` of ``world_size`` holds; all other ranks' regions are empty.
 
+    A DTensor or :class:`Sharded` adds the boxes that lie here (none: it is left out), any other tensor
+    is held whole, a replica on every rank that gives it. Several ``Sharded`` of one name are one tensor.
     Names that show the very same elements become aliases of the first. With
     ``CastPolicy.FP32_TO_BF16`` an fp32 tensor also offers the wire form bf16.
     """
     views: dict[str, TensorView] = {}
+    shards: dict[str, tuple[TensorView, ...]] = {}
     aliases: dict[str, str] = {}
     first: dict[tuple[Any, ...], str] = {}
-    for name, tensor in named:
-        if name in views or name in aliases:
-            raise LayoutError(f"{name!r} was given twice")
-        view = view_of(tensor, name)
-        same = first.setdefault(view.identity, name) if view.num_bytes else name
+    held: dict[str, _Held] = {}
+    for name, tensor in _gathered(Trainer(rank, world_size).localise(named)).items():
+        found = _held(name, tensor)
+        if not found.placed:
+            continue
+        has_bytes = any(view.num_bytes for _, view in found.placed)
+        same = first.setdefault(found.identity, name) if has_bytes else name
         if same != name:
             aliases[name] = same
+            continue
+        held[name] = found
+        if found.is_whole:
+            views[name] = found.placed[0][1]
         else:
-            views[name] = view
-    regions, addresses, spans = _regions(list(views.values()), kind)
-    tensors = tuple(_entry(name, view, spans, cast) for name, view in views.items())
-    return LocalTensors(Layout(1, tensors, (regions,), aliases), views, addresses)
+            shards[name] = tuple(view for _, view in found.placed)
+    listed = [view for h in held.values() for _, view in h.placed]
+    regions, addresses, spans = _regions(listed, kind)
+    tensors = tuple(_entry(name, h, spans, cast, rank) for name, h in held.items())
+    by_rank = tuple(regions if r == rank else () for r in range(world_size))
+    layout = Layout(world_size, tensors, by_rank, aliases)
+    return LocalTensors(layout, views, addresses, shards)
+
+
+def _gathered(named: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """By name; parts of one tensor joined. Raises :class:`LayoutError` for a name given twice."""
+    found: dict[str, Any] = {}
+    for name, tensor in named:
+        known = found.get(name)
+        if known is None:
+            found[name] = tensor
+        elif isinstance(known, Sharded) and isinstance(tensor, Sharded):
+            found[name] = join_pieces([known, tensor], name)
+        else:
+            raise LayoutError(f"{name!r} was given twice")
+    return found
+
+
+def _held(name: str, tensor: Any) -> _Held:
+    if not isinstance(tensor, Sharded):
+        view = view_of(tensor, name)
+        return _Held(view.shape, view.dtype, (((0,) * len(view.shape), view),))
+    placed = tuple((p.start, view_of(p.tensor, name)) for p in tensor.pieces)
+    dtypes = {view.dtype for _, view in placed}
+    if len(dtypes) > 1:
+        raise LayoutError(f"{name!r}: its parts have dtypes {sorted(dtypes)}")
+    return _Held(tensor.shape, tensor.dtype, placed)
 
 
 Span = tuple[int, int]
@@ -197,12 +262,16 @@ def _regions(
 
 
 def _entry(
-    name: str, view: TensorView, spans: Mapping[Span, int], cast: CastPolicy
+    name: str, held: _Held, spans: Mapping[Span, int], cast: CastPolicy, rank: int
 ) -> TensorLayout:
-    forms = [TensorMeta(name, view.dtype, view.shape)]
-    if cast is CastPolicy.FP32_TO_BF16 and view.dtype == "float32":
-        forms.append(TensorMeta(name, "bfloat16", view.shape))
-    region = spans.get((view.storage_ptr, view.storage_bytes), 0)
-    offset = view.ptr - view.storage_ptr if view.num_bytes else 0
-    placed = PlacedBox(0, Box.whole(view.shape), region, offset, view.strides_bytes, view.dtype)
-    return TensorLayout(name, tuple(forms), (placed,))
+    forms = [TensorMeta(name, held.dtype, held.shape)]
+    if cast is CastPolicy.FP32_TO_BF16 and held.dtype == "float32":
+        forms.append(TensorMeta(name, "bfloat16", held.shape))
+    placed = []
+    for start, view in held.placed:
+        region = spans.get((view.storage_ptr, view.storage_bytes), 0)
+        offset = view.ptr - view.storage_ptr if view.num_bytes else 0
+        stop = tuple(a + n for a, n in zip(start, view.shape, strict=True))
+        box = Box(start, stop)
+        placed.append(PlacedBox(rank, box, region, offset, view.strides_bytes, view.dtype))
+    return TensorLayout(name, tuple(forms), tuple(placed))

@@ -13,6 +13,7 @@ from itertools import chain
 from operator import attrgetter, methodcaller
 from typing import Any
 
+from weightsync.layouts.dtensor import dtensor_class, is_dtensor, local_part
 from weightsync.native import same_objects, tensor_state
 
 
@@ -31,8 +32,15 @@ _LAZY = (methodcaller("is_conj"), methodcaller("is_neg"))
 
 
 def where(tensors: Sequence[Any]) -> object:
-    """Where torch tensors lie, and as what dtype, shape and strides: equal if all of these are."""
+    """Where torch tensors lie, and as what dtype, shape and strides: equal if all of these are.
+
+    Of a DTensor: where its local tensor lies, and what mesh and placements make of it.
+    """
     listed = list(tensors)
+    kind = dtensor_class()
+    if kind is not None and kind in set(map(type, listed)):
+        specs = [t._spec for t in listed if is_dtensor(t)]
+        return [where(local_tensors_of(listed)), specs]
     exchange = getattr(type(listed[0]), "__dlpack_c_exchange_api__", None) if listed else None
     if exchange is not None:
         with suppress(BufferError, RuntimeError, TypeError):  # some tensor has no word in DLPack
@@ -40,9 +48,18 @@ def where(tensors: Sequence[Any]) -> object:
     return [list(map(ask, listed)) for ask in _ASKED]
 
 
+def local_tensors_of(tensors: Sequence[Any]) -> list[Any]:
+    """The local tensor of every DTensor; all others as they are."""
+    kind = dtensor_class()
+    if kind is None or kind not in set(map(type, tensors)):
+        return list(tensors)
+    return [local_part(t) if type(t) is kind else t for t in tensors]
+
+
 def laziness(tensors: Sequence[Any]) -> object:
     """Which of them are conjugates or negatives that nobody has computed yet."""
-    return [list(map(ask, tensors)) for ask in _LAZY]
+    listed = local_tensors_of(tensors)
+    return [list(map(ask, listed)) for ask in _LAZY]
 
 
 class ModuleWatch:
