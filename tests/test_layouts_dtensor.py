@@ -371,6 +371,17 @@ def test_state_dicts_of_one_model_are_one_source() -> None:
         assert source.collect(list(model.state_dict().items()))[0].layout is not first.layout
 
 
+def test_the_same_memory_as_another_part_is_another_source() -> None:
+    with fake_rank(0, 2):
+        mesh, local = init_device_mesh("cpu", (2,)), torch.ones(2, 2)
+        source = NamedSource((), CastPolicy.STRICT, 0, 2)
+        shapes = []
+        for dim in (0, 1):
+            tensor = DTensor.from_local(local, mesh, [Shard(dim)])
+            shapes.append(source.collect([("w", tensor)])[0].layout.tensors[0].shape)
+        assert shapes == [(4, 2), (2, 4)]
+
+
 # --- refused ------------------------------------------------------------------------------------------
 
 

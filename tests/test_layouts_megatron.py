@@ -10,7 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weightsync.errors import ConfigError, LayoutError
-from weightsync.layouts import MegatronModel, MegatronName, MegatronPlace, MegatronRules
+from weightsync.layouts import (
+    MegatronModel,
+    MegatronName,
+    MegatronPlace,
+    MegatronRules,
+    megatron_named,
+)
 from weightsync.layouts.megatron_names import Cut
 from weightsync.naming import Drop
 from weightsync.sources import NamedSource
@@ -49,6 +55,7 @@ CASES = {
     "alone": Sizes(),
     "tp": Sizes(tp=2),
     "tp of the groups": Sizes(tp=4),
+    "10 tokens padded to 12": Sizes(tp=4, vocab=10, divisor=1),
     "biases": Sizes(tp=2, has_bias=True),
     "pp": Sizes(pp=2),
     "vp": Sizes(pp=2, vp=2),
@@ -197,3 +204,11 @@ def test_state_of_transformer_engine_is_dropped_and_listed() -> None:
     local, dropped = source.collect(named)
     assert list(local.views) == ["model.norm.weight"]
     assert "Transformer Engine" in dropped[name]
+
+
+def test_chunks_of_a_virtual_pipeline_are_named() -> None:
+    chunks = [torch.nn.Linear(2, 2, bias=False), torch.nn.BatchNorm1d(2)]
+    named = dict(megatron_named(chunks))
+    assert list(named)[:2] == ["vp0.weight", "vp1.weight"]
+    assert named["vp0.weight"].data_ptr() == chunks[0].weight.data_ptr()
+    assert "vp1.running_mean" in named  # buffers that a state dict has

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -276,3 +278,12 @@ def test_a_rule_that_matches_nothing_is_an_error_where_one_rank_is_all() -> None
         ModuleSource(rules, CastPolicy.STRICT).collect(module)
     local, _ = ModuleSource(rules, CastPolicy.STRICT, 0, 2).collect(module)
     assert set(local.views) == {"weight", "b"}
+
+
+def test_the_examples_of_the_page_run_as_they_stand() -> None:
+    pytest.importorskip("torch")
+    page = Path(__file__).parents[1] / "docs" / "layouts.md"
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    assert len(blocks) == 4
+    for block in blocks:
+        exec(compile(block, str(page), "exec"), {})

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
-from weightsync.crew import as_rank
 from weightsync.naming import Rule
 from weightsync.sources import ModuleSource, NamedSource, chunks, pairs
 from weightsync.tensors import LocalTensors, local_tensors
@@ -26,18 +24,12 @@ class Collector:
     ) -> None:
         self._rules, self._cast, self._bucket_bytes = rules, cast, bucket_bytes
         self._rank, self._world_size = rank, world_size
-        self._module = ModuleSource(rules, cast)
-        self._named = NamedSource(rules or (), cast)
-        self._declared: tuple[LocalTensors, LocalTensors] | None = None  # as collected, as a rank
+        self._module = ModuleSource(rules, cast, rank, world_size)
+        self._named = NamedSource(rules or (), cast, rank, world_size)
 
     def collect(self, source: Any) -> Iterator[tuple[LocalTensors, Mapping[str, str]]]:
         """Each part with what the rules dropped of it. Modules, mappings and lists are one part; a
         generator is one for each bucket. Raises :class:`ConfigError` for what cannot be sent."""
-        for tensors, dropped in self._parts(source):
-            yield self._as_rank(tensors), dropped
-            del tensors
-
-    def _parts(self, source: Any) -> Iterator[tuple[LocalTensors, Mapping[str, str]]]:
         if hasattr(source, "named_parameters"):
             yield self._module.collect(source)
             return
@@ -46,21 +38,15 @@ class Collector:
             listed = list(pairs(named))  # kept alive here until they were sent
             yield self._named.collect(listed)
             return
-        for ruled in chunks(source, self._rules or (), self._bucket_bytes):
-            gathered = local_tensors(ruled.named, cast=self._cast, kind=RegionKind.TEMPORARY)
+        place = {"rank": self._rank, "world_size": self._world_size}
+        for ruled in chunks(source, self._rules or (), self._bucket_bytes, **place):
+            gathered = local_tensors(
+                ruled.named, cast=self._cast, kind=RegionKind.TEMPORARY, **place
+            )
             yield gathered, ruled.dropped
             del gathered, ruled  # before the next part is gathered
-
-    def _as_rank(self, tensors: LocalTensors) -> LocalTensors:
-        if self._world_size == 1:
-            return tensors
-        if self._declared is None or self._declared[0] is not tensors:
-            layout = as_rank(tensors.layout, self._rank, self._world_size)
-            self._declared = (tensors, replace(tensors, layout=layout))
-        return self._declared[1]
 
     def forget(self) -> None:
         """Keep nothing of what was sent."""
         self._module.forget()
         self._named.forget()
-        self._declared = None

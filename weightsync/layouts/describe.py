@@ -7,7 +7,8 @@ ways each kind of parallelism cuts it. Every rank has one region, its boxes dens
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from weightsync.errors import ConfigError
 from weightsync.layout import NO_REGION, Layout, PlacedBox, Region, TensorLayout
@@ -81,7 +82,7 @@ def engine_layout(
             f"the number of ranks, {world}"
         )
     grid = _EngineGrid(world, tp, ep, width, model_sizes(metas, head_dim))
-    return _build(world, ((w, _wired_boxes(w, grid.held)) for w in wire_metas(metas, wire)))
+    return _build(world, wire_metas(metas, wire), grid)
 
 
 @dataclass(frozen=True)
@@ -101,8 +102,10 @@ class _EngineGrid:
                 f"{self.sizes.num_heads} attention heads cannot be cut by tp={self.tp}"
             )
 
-    def held(self, meta: TensorMeta) -> Held:
-        place = place_of(meta.name)
+    def first_rank(self, name: str, place: Place) -> int:
+        return 0
+
+    def held(self, meta: TensorMeta, place: Place) -> Held:
         if place.expert is not None:
             return self._expert(meta, place)
         return [(rank, self._part(meta, place.role, rank % self.tp)) for rank in range(self.world)]
@@ -182,7 +185,7 @@ def trainer_layout(
     if pp > max(1, sizes.num_layers):
         raise ConfigError(f"pp={pp}: the model has {sizes.num_layers} layers")
     grid = _TrainerGrid(stage, fsdp, tp, ep, pp, dp, sizes)
-    return _build(pp * stage, ((w, _wired_boxes(w, grid.held)) for w in paired_metas(metas)))
+    return _build(pp * stage, paired_metas(metas), grid)
 
 
 @dataclass(frozen=True)
@@ -195,16 +198,15 @@ class _TrainerGrid:
     dp: int
     sizes: ModelSizes
 
-    def held(self, meta: TensorMeta) -> Held:
-        place = place_of(meta.name)
-        first = self._stage_of(meta.name, place) * self.stage
-        own = self._dense if place.expert is None else self._expert
-        return ((first + r, box) for r in range(self.stage) for box in own(meta, place, r))
-
-    def _stage_of(self, name: str, place: Place) -> int:
+    def first_rank(self, name: str, place: Place) -> int:
+        """Of the pipeline stage that has it."""
         if place.layer is not None:
-            return _part_with(place.layer, self.sizes.num_layers, self.pp)
-        return 0 if "embed_tokens" in name else self.pp - 1
+            return self.stage * _part_with(place.layer, self.sizes.num_layers, self.pp)
+        return 0 if "embed_tokens" in name else self.stage * (self.pp - 1)
+
+    def held(self, meta: TensorMeta, place: Place) -> Held:
+        own = self._dense if place.expert is None else self._expert
+        return ((rank, box) for rank in range(self.stage) for box in own(meta, place, rank))
 
     def _dense(self, meta: TensorMeta, place: Place, rank: int) -> Iterable[Box]:
         box = _cut_role(meta, place.role, rank % self.tp, self.tp, ceil_part)
@@ -243,42 +245,54 @@ def _check_counts(**counts: int) -> None:
             raise ConfigError(f"{name}={count!r} must be a whole number of at least 1")
 
 
-@dataclass
-class _Memory:
-    """One region a rank, filled from its start."""
+class _Grid(Protocol):
+    """Which ranks hold what. What ``held`` says depends on role, expert and shape alone, and its ranks
+    count from ``first_rank``."""
 
-    used_bytes: list[int] = field(default_factory=list)
+    def first_rank(self, name: str, place: Place) -> int: ...
 
-    def take(self, rank: int, num_bytes: int) -> int:
-        start = self.used_bytes[rank]
-        self.used_bytes[rank] = start + num_bytes + -num_bytes % BUCKET_ALIGNMENT_BYTES
-        return start
+    def held(self, meta: TensorMeta, place: Place) -> Held: ...
 
 
-def _wired_boxes(wired: Wired, held: Callable[[TensorMeta], Held]) -> Held:
-    """Scales lie where the blocks of their weight do."""
-    if wired.weight is None:
-        return held(wired.forms[0])
-    return ((rank, wired.scale_box(box)) for rank, box in held(wired.weight))
+#: Rank, box, its dense strides in bytes and its elements.
+_Spot = tuple[int, Box, tuple[int, ...], int]
 
 
-def _build(world: int, listed: Iterable[tuple[Wired, Held]]) -> Layout:
-    memory, tensors = _Memory([0] * world), []
-    for wired, held in listed:
+def _build(world: int, listed: Iterable[Wired], grid: _Grid) -> Layout:
+    used_bytes, tensors = [0] * world, []
+    known: dict[tuple[Any, ...], list[_Spot]] = {}  # layers are alike
+    for wired in listed:
         meta = wired.forms[0]
-        item = item_bytes(meta.dtype)
-        placed = []
-        for rank, box in held:
-            if not box.num_elements and meta.num_elements:
-                continue
+        place = place_of(meta.name)
+        key = (
+            place.role,
+            place.expert,
+            meta.shape,
+            meta.dtype,
+            wired.weight and wired.weight.shape,
+        )
+        if key not in known:
+            known[key] = _spots(wired, place, grid)
+        first, item, placed = grid.first_rank(meta.name, place), item_bytes(meta.dtype), []
+        for spot_rank, box, strides, count in known[key]:
+            rank = first + spot_rank
             if wired.kind is SlotKind.OPAQUE:
-                nowhere = (0,) * len(meta.shape)
-                placed.append(PlacedBox(rank, box, NO_REGION, 0, nowhere, meta.dtype))
+                placed.append(PlacedBox(rank, box, NO_REGION, 0, (0,) * len(strides), meta.dtype))
                 continue
-            offset = memory.take(rank, box.num_elements * item)
-            placed.append(
-                PlacedBox(rank, box, 0, offset, dense_strides(box.shape, item), meta.dtype)
-            )
+            placed.append(PlacedBox(rank, box, 0, used_bytes[rank], strides, meta.dtype))
+            used_bytes[rank] += count * item
+            used_bytes[rank] += -used_bytes[rank] % BUCKET_ALIGNMENT_BYTES
         tensors.append(TensorLayout(meta.name, wired.forms, tuple(placed), wired.kind))
-    regions = tuple((Region(used),) for used in memory.used_bytes)
+    regions = tuple((Region(used),) for used in used_bytes)
     return Layout(world, tuple(tensors), regions)
+
+
+def _spots(wired: Wired, place: Place, grid: _Grid) -> list[_Spot]:
+    """Where a tensor lies, without empty boxes; scales lie where the blocks of their weight do."""
+    meta = wired.forms[0]
+    item, found = item_bytes(meta.dtype), []
+    for rank, whole in grid.held(wired.weight or meta, place):
+        box = wired.scale_box(whole) if wired.weight is not None else whole
+        if box.num_elements or not meta.num_elements:
+            found.append((rank, box, dense_strides(box.shape, item), box.num_elements))
+    return found
