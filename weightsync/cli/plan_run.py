@@ -28,6 +28,7 @@ def run_plan(args: argparse.Namespace) -> int:
         nics_per_host=args.nics_per_host,
         is_colocated=args.colocated,
         bucket_bytes=parse_bytes(args.bucket),
+        head_dim=_head_dim(args.model),
         constants=Constants() if args.constants is None else read_constants(args.constants),
     )
     metas = metas_of(args.model)
@@ -52,6 +53,19 @@ def metas_of(model: str) -> tuple[TensorMeta, ...]:
         entries = read_index(Path(model))
         return tuple(TensorMeta(e[0], e[1], tuple(e[2])) for e in entries)
     return model_metas(model)
+
+
+def _head_dim(model: str) -> int | None:
+    """What a directory's config.json says of the head size; None where it says nothing."""
+    path = Path(model) / "config.json"
+    if not path.is_file():
+        return None
+    try:
+        config = json.loads(path.read_text())
+        found = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        return int(found)
+    except (AttributeError, KeyError, OSError, TypeError, ValueError, ZeroDivisionError):
+        return None  # models of another make; the tensors may show it
 
 
 def check_counts(metas: tuple[TensorMeta, ...], setup: Setup) -> None:
