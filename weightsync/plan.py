@@ -34,7 +34,7 @@ from weightsync.planning.contract import SourceMemory, choose_contract, num_dire
 from weightsync.planning.cover import Drafted, draft
 from weightsync.planning.share import RankShare, share_of
 from weightsync.planning.topology import Sites, one_card_each
-from weightsync.planning.transfers import PlannedTensor, Transfer, Transfers
+from weightsync.planning.transfers import PlannedTensor, Transfer, Transfers, padded
 from weightsync.types import (
     Box,
     Capabilities,
@@ -103,14 +103,22 @@ class RefitPlan:
     @cached_property
     def digest(self) -> str:
         """sha256 of everything in it; the same on every machine and in every process."""
+        metas = self.metas
         head = self._head_json() | {
-            "names": [m.name for m in self.metas],
-            "wire": [m.dtype for m in self.metas],
-            "shapes": [m.shape for m in self.metas],
-            "places": [(t.source, t.target) for t in self.tensors],
+            "names": [m.name for m in metas],
+            "wire": [m.dtype for m in metas],
         }
-        body = json.dumps(head, separators=(",", ":"), sort_keys=True)
-        return hashlib.sha256(body.encode() + self.transfers.to_bytes()).hexdigest()
+        found = hashlib.sha256(json.dumps(head, separators=(",", ":"), sort_keys=True).encode())
+        shapes = [m.shape for m in metas]
+        places = [(t.source, t.target) for t in self.tensors]
+        for numbers in (
+            padded(shapes, 1),
+            padded([(len(s),) for s in shapes], 0),
+            padded(places, 0),
+        ):
+            found.update(numbers.astype("<i8").tobytes())
+        found.update(self.transfers.to_bytes())
+        return found.hexdigest()
 
     def share(
         self,
