@@ -8,16 +8,27 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from engine_adapter.core.config import parse_config
 from engine_adapter.core.shards import Shards
 from engine_adapter.core.weights import storage_specs
 from weightsync.errors import ConfigError
 from weightsync.layout import Layout
-from weightsync.layouts import engine_layout, preset_metas, trainer_layout
+from weightsync.layouts import check_layout, engine_layout, preset_metas, trainer_layout
 from weightsync.layouts.quantised import FP8, fp8_metas
+from weightsync.plan import check_plan, make_plan
 from weightsync.presets import get_preset
-from weightsync.types import Box, SlotKind, TensorMeta
+from weightsync.types import (
+    Availability,
+    Box,
+    Capabilities,
+    Contract,
+    CostConstants,
+    SlotKind,
+    TensorMeta,
+)
 
 TINY = ("tiny", "tiny-moe")
 
@@ -127,6 +138,27 @@ def test_a_trainer_holds_every_element(preset: str, sizes: dict[str, int]) -> No
     assert layout.world_size == sizes.get("pp", 1) * max(dense, sizes.get("ep", 1))
     for name, held in counts(layout):
         assert held.min() == held.max() >= 1, name  # every element as often as the others
+
+
+@settings(max_examples=20, deadline=None)
+@given(data=st.data())
+def test_any_trainer_gives_any_engine_what_it_lacks(data: st.DataObject) -> None:
+    def draw(*names: str) -> dict[str, int]:
+        return {name: data.draw(st.sampled_from([1, 2, 4]), name) for name in names}
+
+    trainer, engine = draw("fsdp", "tp", "pp", "dp"), draw("tp", "ep", "dp")
+    trainer["ep"] = data.draw(st.sampled_from([1, trainer["fsdp"] * trainer["tp"]]))
+    metas = preset_metas("tiny-moe")
+    source = trainer_layout(metas, **trainer)
+    target = engine_layout(metas, **engine)
+    check_layout(source)
+    check_layout(target, "engine")
+    streams = Capabilities(
+        "any", {Contract.STREAM: Availability(True)}, {Contract.STREAM: CostConstants(1e-6, 1e9)}
+    )
+    plan = make_plan(source, target, bucket_bytes=2**20, capabilities=streams)
+    check_plan(plan, source, target)
+    assert plan.total_bytes == sum(2 * p.box.num_elements for t in target.tensors for p in t.placed)
 
 
 def test_pipeline_stages_hold_their_layers() -> None:

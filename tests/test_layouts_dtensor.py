@@ -418,6 +418,16 @@ def test_what_is_no_box_of_this_trainer_is_refused(make: Any, given: Any, messag
         give(1, 2, make, given)
 
 
+def test_a_tensor_without_elements_is_a_name_on_every_rank() -> None:
+    def one(rank: int) -> LocalTensors:
+        mesh = init_device_mesh("cpu", (2,))
+        empty = distribute_tensor(torch.ones(0, 3), mesh, [Shard(0)], src_data_rank=None)
+        return local_tensors([("w", empty)], rank=rank, world_size=2)
+
+    (tensor,) = collect(2, one).layout.tensors
+    assert (tensor.shape, [p.rank for p in tensor.placed]) == ((0, 3), [0, 1])
+
+
 def test_a_replicated_tensor_is_a_replica_on_every_rank() -> None:
     alive = []
 

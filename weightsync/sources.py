@@ -51,10 +51,13 @@ class ModuleSource:
         ``state_dict()`` does: what is gathered does not follow the optimizer.
         """
         is_same = self._module is not None and self._module() is module
-        reshard(self._gatherers if is_same else gatherers(module))
+        if is_same:
+            reshard(self._gatherers)
         is_changed = self._watch is None or self._watch.has_changed(Look.EVERYTHING)
         if self._kept is None or not is_same or is_changed:
             self.forget()  # what is no longer sent need not stay in memory meanwhile
+            wrapped = gatherers(module)
+            reshard(wrapped)
             rules = rules_for(module) if self._rules is None else self._rules
             ruled = module_tensors(module, rules, Trainer(self._rank, self._world_size))
             if self._world_size == 1:  # one of several ranks may well have none of a rule's names
@@ -67,7 +70,7 @@ class ModuleSource:
                 return kept  # resolved into a copy, which is made anew each time
             self._kept, self._module = kept, weakref.ref(module)
             self._watch = ModuleWatch(module)
-            self._gatherers = gatherers(module)
+            self._gatherers = wrapped
         return self._kept
 
     def forget(self) -> None:
