@@ -168,9 +168,10 @@ def _ruled(
 def check_used(rules: Sequence[Rule], used: Set[int]) -> None:
     """Raise :class:`ConfigError` for a rule that matched no name: it says something else than it should.
 
-    ``used`` are the indices of those that did (``RuledTensors.used``), on any rank.
+    ``used`` are the indices of those that did (``RuledTensors.used``), on any rank. A :class:`Drop` need
+    not match: what is not there is left out too.
     """
-    idle = [rule for i, rule in enumerate(rules) if i not in used]
+    idle = [r for i, r in enumerate(rules) if i not in used and not isinstance(r, Drop)]
     if idle:
         raise ConfigError(
             f"{len(idle)} of {len(rules)} rules match no name of the module, the first is {idle[0]}; "
