@@ -89,7 +89,7 @@ class BundledAdapter:
         synchronize(self._device)
         self._slots.refresh(self._scope)
         self._scope = None
-        self.engine.set_version(version)
+        self.engine.while_held(lambda: self.engine.set_version(version))
 
     def abort(self) -> None:
         self._scope = None
@@ -113,7 +113,7 @@ class BundledAdapter:
         """No step is running or will start; requests in flight go as ``mode`` says."""
         self.gate.pause(deadline)
         try:
-            self.engine.hold(mode, limit_s=max(deadline.remaining_s(), 0.001))
+            self.engine.hold(mode, deadline)
             synchronize(self._device)
         except BaseException:
             self.resume()
@@ -129,7 +129,7 @@ class BundledAdapter:
         self.engine.refuse(reason)
 
     def flush_cache(self) -> None:
-        self.engine.flush_cache()
+        self.engine.while_held(self.engine.flush_cache)
 
     def release_memory(self, tags: Sequence[str]) -> int:
         raise UnavailableError(f"this engine cannot give back {', '.join(tags)} yet")

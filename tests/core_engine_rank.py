@@ -8,6 +8,8 @@ from typing import Any
 
 from processes import Pipe
 
+_SERVED: dict[str, Any] = {}
+
 
 def serve(pipe: Pipe) -> None:
     """Join the group, load an engine, then answer tasks until told to stop."""
@@ -41,7 +43,7 @@ def _engine(task: Any) -> Any:
 
     return Engine.from_pretrained(
         task["directory"],
-        shards=Shards(task["rank"], 2, tp_size=2),
+        shards=Shards(task["rank"], 2, **task.get("split", {"tp_size": 2})),
         group=Group.of(dist.group.WORLD),
         **SMALL,
     )
@@ -104,3 +106,56 @@ def _refuse(engine: Any, rank: int, command: Any) -> Any:
         engine.at_boundary(lambda: None)
         engine.refuse(None)
         return said
+
+
+def _open(engine: Any, rank: int, command: Any) -> Any:
+    """Serve on the engine's own thread, behind a receiver; where rank 0 listens."""
+    import torch.distributed as dist
+
+    from engine_adapter.bundled import BundledAdapter
+    from weightsync.receiver import Receiver
+
+    receiver = Receiver(
+        BundledAdapter(engine), rank=rank, world_size=2, group=dist.group.WORLD, join_timeout_s=20
+    )
+    receiver.start()  # before the engine's thread: they share the group
+    engine.start()
+    _SERVED["receiver"] = receiver
+    return receiver.url if rank == 0 else None
+
+
+def _traffic(engine: Any, rank: int, command: Any) -> Any:
+    """The same requests on every rank, round by round, until one was served by ``until``."""
+    from core_engines import params
+
+    said: list[Any] = []
+    for _ in range(200):
+        outputs = engine.generate(
+            command["prompts"], params(temperature=0.0, max_tokens=24), limit_s=30
+        )
+        said += _said(outputs)
+        spans = outputs[0].version_spans
+        last = None if spans[-1].version is None else spans[-1].version.number
+        if last == command["until"]:
+            break
+    return said
+
+
+def _close(engine: Any, rank: int, command: Any) -> Any:
+    _SERVED.pop("receiver").close()
+    engine.stop(limit_s=20)
+    return None
+
+
+def _weights(engine: Any, rank: int, command: Any) -> Any:
+    """Digest of each slot of this rank, and whether anything moved."""
+    from weightsync.watch import Look
+
+    slots = engine.model.slots
+    adapter = _SERVED["receiver"]._adapter
+    names = sorted(slots.slots)
+    digests = adapter.digest(names)
+    return {
+        "digests": {n: f"{d:016x}" for n, d in digests.items()},
+        "moved": list(slots.moved(Look.EVERYTHING)),
+    }

@@ -29,7 +29,8 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ),
     ("weightsync.transports",),
     (
-        "weightsync.binding", "weightsync.plan", "weightsync.bucket", "weightsync.layout",
+        "weightsync.binding", "weightsync.plan", "weightsync.planning", "weightsync.cost",
+        "weightsync.bucket", "weightsync.layout",
         "weightsync.manifest", "weightsync.coverage", "weightsync.pair_plan",
         "weightsync.digest_shares", "weightsync.digest", "weightsync.tables",
         "weightsync.tensors", "weightsync.watch", "weightsync.naming", "weightsync.engine",
@@ -38,7 +39,8 @@ LEVELS: tuple[tuple[str, ...], ...] = (
         "weightsync.native_gate", "weightsync.native_norm",
         "weightsync.device_tables", "weightsync.slot_pack",
         "weightsync.codec",
-        "weightsync.checkpoints", "weightsync.presets", "weightsync.kept", "weightsync.layouts",
+        "weightsync.checkpoints", "weightsync.presets", "weightsync.model_shapes",
+        "weightsync.kept", "weightsync.layouts",
     ),
     ("weightsync.deadline", "weightsync.config", "weightsync.faults", "weightsync.types",
      "weightsync.errors", "weightsync.packages"),
@@ -50,7 +52,22 @@ ALLOWED_UP = {
     ("weightsync.deadline", "weightsync.native"),
 }
 
-PURE = ("plan", "layout", "types", "errors", "session", "session_leader", "session_rank")
+PURE = (
+    "plan",
+    "planning.transfers",
+    "planning.columns",
+    "planning.cover",
+    "planning.balance",
+    "planning.topology",
+    "planning.contract",
+    "planning.check",
+    "layout",
+    "types",
+    "errors",
+    "session",
+    "session_leader",
+    "session_rank",
+)
 IMPURE = {"socket", "torch", "ctypes", "multiprocessing", "subprocess", "http", "mmap", "nixl"}
 
 

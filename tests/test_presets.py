@@ -25,6 +25,7 @@ from weightsync.presets import PRESETS, get_preset
         ("qwen3-14b", 443, 14.77, 29.54),
         ("qwen3-32b", 707, 32.76, 65.52),
         ("qwen3-30b-a3b", 18_867, 30.53, 61.06),
+        ("qwen3-235b-a22b", 36_945, 235.09, 470.19),
         ("llama-3.1-8b", 291, 8.03, 16.06),
     ],
 )

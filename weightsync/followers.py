@@ -56,6 +56,7 @@ class Followers:
         self._layouts: dict[int, Layout] = {0: layout}
         self._pipes: dict[int, RankPipe] = {}
         self._channels: dict[int, Channel] = {}  # the newest of each rank
+        self._leaving: set[int] = set()  # that said so
         self._calls = PendingCalls()
         self._changed = threading.Condition()
         self._joint: Layout | None = None
@@ -95,6 +96,7 @@ class Followers:
                 joint = joint or join_layouts([parts[r] for r in range(len(parts))])
             channel.send({"kind": "joined"})
             former = self._pipes.pop(rank, None)
+            self._leaving.discard(rank)
             pipe = RankPipe(
                 channel,
                 lambda message: self._on_frame(rank, message),
@@ -114,8 +116,9 @@ class Followers:
             former.close()
 
     def _on_lost(self, rank: int, channel: Channel, reason: str) -> None:
-        _LOG.warning("rank %d of the engine is lost: %s", rank, reason)
         with self._changed:
+            level = logging.INFO if rank in self._leaving else logging.WARNING
+            _LOG.log(level, "rank %d of the engine is gone: %s", rank, reason)
             if self._channels.get(rank) is channel:  # else it has come back
                 self._pipes.pop(rank, None)
         self._calls.lose(rank, f"rank {rank} of the engine: {reason}")
@@ -169,6 +172,9 @@ class Followers:
                 self._hear(said)
             case "answer":
                 self._calls.answered(rank, message)
+            case "bye":
+                with self._changed:
+                    self._leaving.add(rank)
             case "run_lost":
                 self._lost_run(str(message.get("tag")), f"rank {rank}: {message.get('reason')}")
             case kind:
@@ -257,6 +263,8 @@ class Uplink:
         self._lost(reason)
 
     def close(self) -> None:
+        """Say so and part with the leader."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self._put({"kind": "bye"})
         if self._pipe is not None:
             self._pipe.close()

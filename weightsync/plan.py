@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -23,51 +23,37 @@ from weightsync.errors import (
     MissingNameError,
     ProtocolError,
     ShapeMismatchError,
-    UnavailableError,
     UnknownNameError,
 )
-from weightsync.layout import Layout, PlacedBox, TensorLayout
+from weightsync.layout import Layout, TensorLayout
 from weightsync.manifest import name_some
+from weightsync.planning.balance import Move, choose_sources
+from weightsync.planning.check import check_plan
+from weightsync.planning.columns import LayoutColumns, columns_of
+from weightsync.planning.contract import SourceMemory, choose_contract, num_direct_ops, on_devices
+from weightsync.planning.cover import Drafted, draft
+from weightsync.planning.share import RankShare, share_of
+from weightsync.planning.topology import Sites, one_card_each
+from weightsync.planning.transfers import PlannedTensor, Transfer, Transfers
 from weightsync.types import (
-    BUCKET_ALIGNMENT_BYTES,
-    Availability,
     Box,
     Capabilities,
     Contract,
     ContractChoice,
-    RegionKind,
-    SlotKind,
     TensorMeta,
     format_bytes,
     item_bytes,
 )
 
+__all__ = [
+    "ENTRY_BYTES", "PlannedTensor", "RefitPlan", "Transfer", "Transfers", "check_plan", "make_plan",
+    "max_entries", "num_direct_ops", "on_devices", "plan_engines", "slot_bytes",
+]  # fmt: skip
+
+Int64 = npt.NDArray[np.int64]
+
 #: Bytes that describe one entry of a slot: four int64 (see ``stream_entries`` in binding.py).
 ENTRY_BYTES = 32
-
-_MAX_BUCKET_BYTES = 2**48
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedTensor:
-    """A tensor on its way: its one wire form and its place in both layouts."""
-
-    meta: TensorMeta  # named as the target names it
-    source: int  # index in the source layout's tensors
-    target: int  # index in the target layout's tensors
-
-
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """A box of a tensor that one source placement gives to one target placement."""
-
-    tensor: int  # index in RefitPlan.tensors
-    source_placed: int  # index in that tensor's placements
-    target_placed: int
-    source_rank: int
-    target_rank: int
-    box: Box
-    num_bytes: int  # in wire form
 
 
 @dataclass(frozen=True)
@@ -77,50 +63,74 @@ class RefitPlan:
     source_digest: str  # of the layouts it was computed from
     target_digest: str
     tensors: tuple[PlannedTensor, ...]
-    transfers: tuple[Transfer, ...]
+    transfers: Transfers  # any sequence of Transfer is taken
     contract: Contract
     contract_reason: str
     bucket_bytes: int
     aliases: Mapping[str, str]  # tied names of the source -> the name that travels
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "transfers", Transfers.of(self.transfers))
+
     @cached_property
     def total_bytes(self) -> int:
-        return sum(t.num_bytes for t in self.transfers)
+        return int(self.transfers.num_bytes.sum())
 
     @cached_property
     def metas(self) -> tuple[TensorMeta, ...]:
         return tuple(t.meta for t in self.tensors)
 
-    @cached_property
-    def transfer_bytes(self) -> npt.NDArray[np.int64]:
+    @property
+    def transfer_bytes(self) -> Int64:
         """[transfers] bytes of each, in wire form."""
-        return np.array([t.num_bytes for t in self.transfers], dtype=np.int64)
+        return self.transfers.num_bytes
 
     @cached_property
-    def transfer_units(self) -> npt.NDArray[np.int64]:
+    def transfer_units(self) -> Int64:
         """[transfers] bytes of one element of each, in wire form."""
-        items = [item_bytes(t.meta.dtype) for t in self.tensors]
-        return np.array([items[t.tensor] for t in self.transfers], dtype=np.int64)
+        items = np.array([item_bytes(t.meta.dtype) for t in self.tensors], dtype=np.int64)
+        return items[self.transfers.tensor] if len(items) else items
 
     @cached_property
     def buckets(self) -> tuple[tuple[Cut, ...], ...]:
         """The slots of a stream; ``Cut.item`` is the transfer."""
-        sizes = (t.num_bytes for t in self.transfers)
+        sizes = self.transfer_bytes.tolist()
         cuts = cut_buckets(sizes, self.bucket_bytes, max_entries(self.bucket_bytes))
         return tuple(tuple(c) for c in cuts)
 
     @cached_property
     def digest(self) -> str:
-        body = json.dumps(self.to_json(), separators=(",", ":"), sort_keys=True)
-        return hashlib.sha256(body.encode()).hexdigest()
+        """sha256 of everything in it; the same on every machine and in every process."""
+        head = self._head_json() | {
+            "names": [m.name for m in self.metas],
+            "wire": [m.dtype for m in self.metas],
+            "shapes": [m.shape for m in self.metas],
+            "places": [(t.source, t.target) for t in self.tensors],
+        }
+        body = json.dumps(head, separators=(",", ":"), sort_keys=True)
+        return hashlib.sha256(body.encode() + self.transfers.to_bytes()).hexdigest()
+
+    def share(
+        self,
+        source: Layout | SourceMemory,
+        *,
+        source_rank: int | None = None,
+        target_rank: int | None = None,
+    ) -> RankShare:
+        """What one rank needs of it. ``source`` is the layout it was made of; for many shares make
+        ``SourceMemory(layout)`` once."""
+        memory = SourceMemory(source) if isinstance(source, Layout) else source
+        return share_of(self, memory, source_rank=source_rank, target_rank=target_rank)
 
     def bytes_by_pair(self) -> dict[tuple[int, int], int]:
         """(source rank, target rank) -> bytes."""
-        found: dict[tuple[int, int], int] = {}
-        for t in self.transfers:
-            pair = (t.source_rank, t.target_rank)
-            found[pair] = found.get(pair, 0) + t.num_bytes
-        return found
+        pairs, which = np.unique(
+            np.stack([self.transfers.source_rank, self.transfers.target_rank], axis=1),
+            axis=0, return_inverse=True,
+        )  # fmt: skip
+        sums = np.zeros(len(pairs), dtype=np.int64)
+        np.add.at(sums, which.reshape(-1), self.transfers.num_bytes)
+        return {(a, b): n for (a, b), n in zip(pairs.tolist(), sums.tolist(), strict=True)}
 
     def explain(self) -> str:
         """The plan in words, for people."""
@@ -138,22 +148,21 @@ class RefitPlan:
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON; :meth:`from_json` is its exact inverse."""
+        tensors = [
+            [t.meta.name, t.meta.dtype, t.meta.shape, t.source, t.target] for t in self.tensors
+        ]
+        rows = self.transfers.to_json()
+        return self._head_json() | {"tensors": tensors, "transfers": rows}
+
+    def _head_json(self) -> dict[str, Any]:
         return {
             "source_digest": self.source_digest,
             "target_digest": self.target_digest,
-            "tensors": [
-                [t.meta.name, t.meta.dtype, t.meta.shape, t.source, t.target] for t in self.tensors
-            ],
-            "transfers": [
-                [t.tensor, t.source_placed, t.target_placed, t.source_rank, t.target_rank,
-                 t.box.start, t.box.stop]
-                for t in self.transfers
-            ],
             "contract": self.contract.value,
             "contract_reason": self.contract_reason,
             "bucket_bytes": self.bucket_bytes,
             "aliases": dict(self.aliases),
-        }  # fmt: skip
+        }
 
     @classmethod
     def from_json(cls, value: Any) -> RefitPlan:
@@ -163,7 +172,7 @@ class RefitPlan:
                 PlannedTensor(TensorMeta(str(n), str(d), tuple(map(int, s))), int(a), int(b))
                 for n, d, s, a, b in value["tensors"]
             )
-            transfers = tuple(_transfer_from_json(t, tensors) for t in value["transfers"])
+            transfers = Transfers.from_json(value["transfers"], tensors)
             return cls(
                 str(value["source_digest"]),
                 str(value["target_digest"]),
@@ -182,20 +191,6 @@ class RefitPlan:
             raise ProtocolError(f"malformed plan: {error!r}") from error
 
 
-def _transfer_from_json(value: Any, tensors: Sequence[PlannedTensor]) -> Transfer:
-    *numbers, start, stop = value
-    i, held, wanted, source_rank, target_rank = map(int, numbers)
-    if min(i, held, wanted, source_rank, target_rank) < 0:
-        raise ProtocolError(f"malformed plan: a negative index in transfer {value!r}")
-    box = Box(tuple(map(int, start)), tuple(map(int, stop)))
-    size = _wire_bytes(box, tensors[i].meta)
-    return Transfer(i, held, wanted, source_rank, target_rank, box, size)
-
-
-def _wire_bytes(box: Box, meta: TensorMeta) -> int:
-    return box.num_elements * item_bytes(meta.dtype)
-
-
 def max_entries(bucket_bytes: int) -> int:
     """Entries that a slot's metadata has room for: a 32nd of the slot, at least 64."""
     return max(64, bucket_bytes // 32 // ENTRY_BYTES)
@@ -204,90 +199,6 @@ def max_entries(bucket_bytes: int) -> int:
 def slot_bytes(bucket_bytes: int) -> int:
     """Size of a stream slot: the bucket and behind it room for its entries."""
     return -(-(bucket_bytes + max_entries(bucket_bytes) * ENTRY_BYTES) // 4096) * 4096
-
-
-def check_plan(plan: RefitPlan, source: Layout, target: Layout) -> None:
-    """What an engine rank checks of a plan it was sent, before it trusts a single offset in it.
-
-    Raises :class:`ProtocolError` or :class:`LayoutError` naming the tensor.
-    """
-    if plan.target_digest != target.digest:
-        raise ProtocolError(
-            "the plan was made for another layout than this engine's; connect again"
-        )
-    if plan.source_digest != source.digest:
-        raise ProtocolError(
-            "the plan was made for another layout than the trainer's; connect again"
-        )
-    if not BUCKET_ALIGNMENT_BYTES <= plan.bucket_bytes < _MAX_BUCKET_BYTES:
-        raise ProtocolError(f"plan: a bucket of {plan.bucket_bytes} B cannot be")
-    if len({p.target for p in plan.tensors}) != len(plan.tensors):
-        raise ProtocolError("plan: a tensor is listed twice")
-    for planned in plan.tensors:
-        _check_tensor(planned, source, target)
-    brought: dict[tuple[int, int], list[Box]] = {}
-    for t in plan.transfers:
-        planned = plan.tensors[t.tensor]
-        _check_transfer(t, planned, source, target)
-        brought.setdefault((planned.target, t.target_placed), []).append(t.box)
-    for planned in plan.tensors:
-        for j, placed in enumerate(target.tensors[planned.target].placed):
-            if not _is_exact_cover(placed.box, brought.get((planned.target, j), [])):
-                raise ProtocolError(
-                    f"plan: {placed.box} of {planned.meta.name!r} is not brought exactly once"
-                )
-
-
-def _check_tensor(planned: PlannedTensor, source: Layout, target: Layout) -> None:
-    sides = ((planned.source, source), (planned.target, target))
-    if not all(0 <= index < len(layout.tensors) for index, layout in sides):
-        raise ProtocolError(f"plan: tensor {planned.meta.name!r} points outside the layout")
-    theirs, mine = source.tensors[planned.source], target.tensors[planned.target]
-    if planned.meta not in mine.wire_forms:
-        raise ProtocolError(f"plan: {planned.meta} is not a wire form of {mine.name!r}")
-    if mine.kind is SlotKind.AFFINE and any(p.dtype != planned.meta.dtype for p in mine.placed):
-        raise ProtocolError(f"plan: {planned.meta} is not how the slot {mine.name!r} is stored")
-    offered = [w.dtype for w in theirs.wire_forms]
-    if planned.meta.dtype not in offered or theirs.shape != planned.meta.shape:
-        raise ProtocolError(f"plan: the trainer's {theirs.name!r} does not offer {planned.meta}")
-
-
-def _check_transfer(t: Transfer, planned: PlannedTensor, source: Layout, target: Layout) -> None:
-    name, num_dims = planned.meta.name, len(planned.meta.shape)
-    theirs, mine = source.tensors[planned.source].placed, target.tensors[planned.target].placed
-    if len(t.box.start) != num_dims:
-        raise ProtocolError(f"plan: {t.box} is not a box of {name!r}, which has {num_dims} dims")
-    if t.source_placed >= len(theirs) or not _holds(theirs[t.source_placed].box, t.box):
-        raise ProtocolError(f"plan: a transfer of {name!r} leaves its source")
-    if t.target_placed >= len(mine) or not _holds(mine[t.target_placed].box, t.box):
-        raise ProtocolError(f"plan: a transfer of {name!r} leaves its slot")
-    ranks = (theirs[t.source_placed].rank, mine[t.target_placed].rank)
-    if ranks != (t.source_rank, t.target_rank):
-        raise ProtocolError(
-            f"plan: a transfer of {name!r} from rank {t.source_rank} to {t.target_rank}, whose "
-            f"memory is on ranks {ranks}"
-        )
-
-
-def _is_exact_cover(whole: Box, parts: Sequence[Box]) -> bool:
-    """Whether the parts, all within ``whole``, hold each of its elements exactly once."""
-    if not whole.num_elements:
-        return all(part == whole for part in parts)
-    if sum(part.num_elements for part in parts) != whole.num_elements:
-        return False
-    if len(parts) == 1 or not whole.shape:
-        return len(parts) == 1
-    active: list[Box] = []
-    for part in sorted(parts, key=lambda box: box.start):
-        active = [box for box in active if box.stop[0] > part.start[0]]
-        if not part.num_elements or any(box.intersect(part) for box in active):
-            return False
-        active.append(part)
-    return True
-
-
-def _holds(outer: Box, inner: Box) -> bool:
-    return not inner.num_elements or outer.intersect(inner) == inner
 
 
 # --- making a plan --------------------------------------------------------------------------------
@@ -300,6 +211,8 @@ def make_plan(
     bucket_bytes: int,
     capabilities: Capabilities,
     choice: ContractChoice = ContractChoice.AUTO,
+    source_sites: Sites | None = None,
+    target_sites: Sites | None = None,
 ) -> RefitPlan:
     """The plan that brings every tensor of ``source`` to wherever ``target`` holds it.
 
@@ -307,24 +220,113 @@ def make_plan(
     :class:`DTypeMismatchError`, :class:`MissingNameError` (a box that no source rank holds) or
     :class:`UnavailableError` (a contract that cannot be had).
     """
-    tensors = _match(source, target)
-    transfers: list[Transfer] = []
-    for i, planned in enumerate(tensors):
-        transfers += _transfers(i, planned, source, target)
-    have = on_devices(source, target, capabilities)
-    contract, reason = _choose_contract(
-        tensors, transfers, source, bucket_bytes=bucket_bytes, have=have, choice=choice
+    (plan,) = plan_engines(
+        source,
+        [target],
+        bucket_bytes=bucket_bytes,
+        capabilities=capabilities,
+        choice=choice,
+        source_sites=source_sites,
+        target_sites=None if target_sites is None else [target_sites],
     )
-    return RefitPlan(
-        source.digest,
-        target.digest,
-        tuple(tensors),
-        tuple(transfers),
-        contract,
-        reason,
-        bucket_bytes,
-        dict(source.aliases),
-    )
+    return plan
+
+
+def plan_engines(
+    source: Layout,
+    targets: Sequence[Layout],
+    *,
+    bucket_bytes: int,
+    capabilities: Capabilities,
+    choice: ContractChoice = ContractChoice.AUTO,
+    source_sites: Sites | None = None,
+    target_sites: Sequence[Sites] | None = None,
+) -> tuple[RefitPlan, ...]:
+    """One plan for each engine, made together so that replicas of the source share the work.
+
+    A box that several trainer ranks hold comes from the one that is nearest (one GPU, one host,
+    network) and, among those, whose network card has the least to send to all engines. Sites say
+    where ranks are; without them every rank counts as a host of its own. Raises as
+    :func:`make_plan`.
+    """
+    theirs = one_card_each(source.world_size) if source_sites is None else source_sites
+    first_host = max(theirs.host, default=0) + 1
+    ours = target_sites or [one_card_each(t.world_size, first_host) for t in targets]
+    _check_sites(source, theirs, "the trainer")
+    for target, sites in zip(targets, ours, strict=True):
+        _check_sites(target, sites, "the engine")
+    columns, memory = columns_of(source), SourceMemory(source)
+    drafts: dict[int, _EngineDraft] = {}  # engines that are one object are drafted once
+    for target in targets:
+        if id(target) not in drafts:
+            drafts[id(target)] = _draft_engine(source, columns, target)
+    moves = [
+        Move(drafts[id(t)].drafted, drafts[id(t)].pairs, sites, drafts[id(t)].num_bytes)
+        for t, sites in zip(targets, ours, strict=True)
+    ]
+    chosen = choose_sources(columns, theirs, moves)
+    plans = []
+    for target, placed in zip(targets, chosen, strict=True):
+        made = drafts[id(target)]
+        transfers = _transfers(made, placed, columns)
+        have = on_devices(source, target, capabilities)
+        contract, reason = choose_contract(
+            made.tensors, transfers, memory, bucket_bytes=bucket_bytes, have=have, choice=choice
+        )
+        plans.append(
+            RefitPlan(
+                source.digest, target.digest, made.tensors, transfers, contract, reason,
+                bucket_bytes, dict(source.aliases),
+            )
+        )  # fmt: skip
+    return tuple(plans)
+
+
+def _check_sites(layout: Layout, sites: Sites, side: str) -> None:
+    if sites.num_ranks != layout.world_size:
+        raise LayoutError(
+            f"places of {sites.num_ranks} ranks are given for {side}, whose layout has "
+            f"{layout.world_size}"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _EngineDraft:
+    tensors: tuple[PlannedTensor, ...]
+    pairs: Int64  # [tensors, 2] places in both layouts
+    drafted: Drafted
+    num_dims: Int64  # [rows]
+    num_bytes: Int64  # [rows]
+
+
+def _draft_engine(source: Layout, columns: LayoutColumns, target: Layout) -> _EngineDraft:
+    tensors = tuple(_match(source, target))
+    pairs = np.array([(t.source, t.target) for t in tensors], dtype=np.int64).reshape(-1, 2)
+
+    def missing(i: int, placed: int, box: Box) -> MissingNameError:
+        planned, dims = tensors[i], len(tensors[i].meta.shape)
+        part = Box(box.start[:dims], box.stop[:dims])
+        rank = target.tensors[planned.target].placed[placed].rank
+        return MissingNameError(
+            f"{planned.meta.name!r}: no trainer rank holds {part} of shape "
+            f"{planned.meta.shape}, which engine rank {rank} needs"
+        )
+
+    drafted = draft(columns, columns_of(target), pairs, missing)
+    sizes = [(len(t.meta.shape), item_bytes(t.meta.dtype)) for t in tensors]
+    dims, items = np.array(sizes, dtype=np.int64).reshape(-1, 2)[drafted.tensor].T
+    volumes = np.prod(drafted.stop - drafted.start, axis=1)
+    return _EngineDraft(tensors, pairs, drafted, dims, volumes * items)
+
+
+def _transfers(made: _EngineDraft, placed: Int64, source: LayoutColumns) -> Transfers:
+    drafted = made.drafted
+    ranks = source.rank[source.first[made.pairs[drafted.tensor, 0]] + placed]
+    columns = (
+        drafted.tensor, placed, drafted.target_placed, ranks, drafted.target_rank, made.num_dims,
+        made.num_bytes,
+    )  # fmt: skip
+    return Transfers(np.stack(columns, axis=1), drafted.start, drafted.stop)
 
 
 def _match(source: Layout, target: Layout) -> list[PlannedTensor]:
@@ -352,7 +354,7 @@ def _match(source: Layout, target: Layout) -> list[PlannedTensor]:
             source.index[origin],
             target.index[slot],
         )
-        for slot, origin in by_target.items()
+        for slot, origin in sorted(by_target.items(), key=lambda item: target.index[item[0]])
     ]
 
 
@@ -370,175 +372,3 @@ def _wire_form(source: TensorLayout, target: TensorLayout) -> TensorMeta:
         f"{target.name!r}: the trainer offers {', '.join(sorted(offered))}, the engine takes {wanted}; "
         "the only cast on the way is fp32 -> bf16 (cast='fp32_to_bf16')"
     )
-
-
-def _transfers(
-    tensor: int, planned: PlannedTensor, source: Layout, target: Layout
-) -> Iterable[Transfer]:
-    """Cover each target box by boxes of the source, each element once."""
-    sources = source.tensors[planned.source].placed
-    for j, wanted in enumerate(target.tensors[planned.target].placed):
-        if not wanted.box.num_elements:
-            # Empty tensors travel as a name without bytes, so that coverage sees them.
-            if sources:
-                yield _transfer(tensor, planned, (0, sources[0]), (j, wanted), wanted.box)
-            continue
-        rest = [wanted.box]
-        for i, held in _spread(sources, wanted.rank):
-            left: list[Box] = []
-            for box in rest:
-                common = held.box.intersect(box)
-                if common is None:
-                    left.append(box)
-                    continue
-                yield _transfer(tensor, planned, (i, held), (j, wanted), common)
-                left += box.subtract(common)
-            rest = left
-            if not rest:
-                break
-        if rest:
-            raise MissingNameError(
-                f"{planned.meta.name!r}: no trainer rank holds {rest[0]} of shape "
-                f"{planned.meta.shape}, which engine rank {wanted.rank} needs"
-            )
-
-
-def _spread(placed: Sequence[PlacedBox], target_rank: int) -> Iterable[tuple[int, PlacedBox]]:
-    """Source placements, replicas rotated so that target ranks start at different ones."""
-    order = list(enumerate(placed))
-    shift = target_rank % max(1, len(order))
-    return order[shift:] + order[:shift]
-
-
-def _transfer(
-    tensor: int,
-    planned: PlannedTensor,
-    held: tuple[int, PlacedBox],
-    wanted: tuple[int, PlacedBox],
-    box: Box,
-) -> Transfer:
-    size = _wire_bytes(box, planned.meta)
-    return Transfer(tensor, held[0], wanted[0], held[1].rank, wanted[1].rank, box, size)
-
-
-# --- stream or direct -----------------------------------------------------------------------------
-
-
-def on_devices(source: Layout, target: Layout, have: Capabilities) -> Capabilities:
-    """What a transport can do between the devices of two layouts.
-
-    Raises :class:`UnavailableError` for a pair that nothing joins yet.
-    """
-    sides = [_devices(source), _devices(target)]
-    if all(devices <= {"cpu"} for devices in sides):
-        return have
-    (theirs, ours) = (", ".join(sorted(devices)) or "nowhere" for devices in sides)
-    if any(len(devices) > 1 for devices in sides):
-        raise UnavailableError(
-            f"the trainer's tensors lie on {theirs}, the engine's on {ours}: each side must hold "
-            "them on one device"
-        )
-    if any(device.partition(":")[0] != "cuda" for devices in sides for device in devices):
-        raise UnavailableError(
-            f"the trainer's tensors lie on {theirs}, the engine's on {ours}: both must lie on the "
-            "host, or both on one CUDA device"
-        )
-    if not have.reads_cuda:
-        raise UnavailableError(
-            f"transport {have.name!r} moves host memory only, and the trainer's tensors lie on "
-            f"{theirs}; between two processes of one CUDA device use transport='ipc', else 'p2p'"
-        )
-    stream = Availability(True)
-    if not have.streams_cuda:
-        stream = Availability(
-            False, "a stream moves host memory only; send CUDA tensors as a module, mapping or list"
-        )
-    return replace(
-        have,
-        contracts={Contract.DIRECT: Availability(True), Contract.STREAM: stream},
-        costs={**have.costs, **have.cuda_costs},
-        direct_converts=have.direct_converts or have.cuda_converts,
-    )
-
-
-def _devices(layout: Layout) -> set[str]:
-    return {region.device for regions in layout.regions for region in regions if region.num_bytes}
-
-
-def _choose_contract(
-    tensors: Sequence[PlannedTensor],
-    transfers: Sequence[Transfer],
-    source: Layout,
-    *,
-    bucket_bytes: int,
-    have: Capabilities,
-    choice: ContractChoice,
-) -> tuple[Contract, str]:
-    """Decided once, from what works and from ``num_ops * op_s + bytes / bandwidth``."""
-    obstacle = _direct_obstacle(tensors, transfers, source, have)
-    if choice is ContractChoice.DIRECT:
-        if obstacle:
-            raise UnavailableError(f"contract 'direct' of {have.name!r} cannot be used: {obstacle}")
-        return Contract.DIRECT, "asked for"
-    stream = have.contracts.get(Contract.STREAM)
-    no_stream = "this transport has no stream" if stream is None else stream.reason
-    if choice is ContractChoice.STREAM:
-        if stream is None or not stream.is_usable:
-            raise UnavailableError(
-                f"contract 'stream' of {have.name!r} cannot be used: {no_stream}"
-            )
-        return Contract.STREAM, "asked for"
-    if obstacle:
-        if stream is None or not stream.is_usable:
-            raise UnavailableError(
-                f"transport {have.name!r}: direct: {obstacle}; stream: {no_stream}"
-            )
-        return Contract.STREAM, f"direct cannot be used: {obstacle}"
-    if stream is None or not stream.is_usable:
-        return Contract.DIRECT, f"stream cannot be used: {no_stream}"
-    size = sum(t.num_bytes for t in transfers)
-    direct_s = have.costs[Contract.DIRECT].seconds(num_direct_ops(tensors, transfers, source), size)
-    stream_s = have.costs[Contract.STREAM].seconds(-(-size // bucket_bytes), size)
-    why = f"predicted {direct_s:.4f} s direct, {stream_s:.4f} s stream"
-    return (Contract.DIRECT if direct_s <= stream_s else Contract.STREAM), why
-
-
-def _direct_obstacle(
-    tensors: Sequence[PlannedTensor],
-    transfers: Sequence[Transfer],
-    source: Layout,
-    have: Capabilities,
-) -> str:
-    direct = have.contracts.get(Contract.DIRECT)
-    if direct is None:
-        return "this transport has no direct reads"
-    if not direct.is_usable:
-        return f"{direct.reason}. {direct.remedy}".strip()
-    for t in transfers:
-        planned = tensors[t.tensor]
-        placed = source.tensors[planned.source].placed[t.source_placed]
-        if placed.dtype != planned.meta.dtype and not have.direct_converts:
-            return f"{planned.meta.name!r} is converted on the way ({placed.dtype} -> wire)"
-        if source.regions[placed.rank][placed.region].kind is RegionKind.TEMPORARY:
-            return f"{planned.meta.name!r} is a temporary tensor"
-    return ""
-
-
-def num_direct_ops(
-    tensors: Sequence[PlannedTensor], transfers: Sequence[Transfer], source: Layout
-) -> int:
-    """Contiguous runs of the source that direct reads would touch."""
-    runs = 0
-    for t in transfers:
-        planned = tensors[t.tensor]
-        placed = source.tensors[planned.source].placed[t.source_placed]
-        dense, count = item_bytes(placed.dtype), 1
-        for extent, stride in zip(
-            reversed(t.box.shape), reversed(placed.strides_bytes), strict=True
-        ):
-            if extent > 1 and stride != dense:
-                count, dense = count * extent, stride * extent
-            else:
-                dense *= extent
-        runs += count
-    return runs

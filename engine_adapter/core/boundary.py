@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -97,15 +98,42 @@ class StepBoundary:
 
     def _wait(self, call: _Call, deadline: Deadline) -> None:
         while not call.is_done.is_set():
-            if not self.has_driver and self._lock.acquire(blocking=False):
-                self._holder = threading.get_ident()
-                try:
-                    self._run_calls()
-                finally:
-                    self._holder = None
-                    self._lock.release()
+            self._drive()
             if not call.is_done.wait(_POLL_S):
                 deadline.check()
+
+    def until(self, is_so: Callable[[], bool], deadline: Deadline) -> None:
+        """Wait for what is decided at a boundary, driving it if nobody else does."""
+        while not is_so():
+            self._drive()
+            if not is_so():
+                deadline.check()
+                time.sleep(deadline.slice_s(_POLL_S))
+
+    def alone(self, function: Callable[[], Result], deadline: Deadline) -> Result:
+        """Run ``function`` while no step runs, without the other ranks' agreement: for what no step can
+        see before they have all agreed to go on."""
+        if self._holder == threading.get_ident():
+            return function()
+        while not self._lock.acquire(timeout=deadline.slice_s()):
+            deadline.check()
+        self._holder = threading.get_ident()
+        try:
+            return function()
+        finally:
+            self._holder = None
+            self._lock.release()
+
+    def _drive(self) -> None:
+        """A boundary of our own, if nobody drives."""
+        if self.has_driver or not self._lock.acquire(blocking=False):
+            return
+        self._holder = threading.get_ident()
+        try:
+            self._run_calls()
+        finally:
+            self._holder = None
+            self._lock.release()
 
     def wait_for_work(self, limit_s: float) -> None:
         """Sleep until a call arrives or :meth:`wake`, at most ``limit_s`` seconds."""

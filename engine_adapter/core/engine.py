@@ -17,6 +17,7 @@ import torch
 
 from engine_adapter.core.boundary import StepBoundary
 from engine_adapter.core.engine_config import AttentionKind, EngineConfig, build_attention
+from engine_adapter.core.hold import Hold
 from engine_adapter.core.kv_cache import KvCache, KvShape
 from engine_adapter.core.ledger import Ledger
 from engine_adapter.core.loop import IDLE_S, POLL_S, EngineLoop
@@ -79,7 +80,7 @@ class Engine:
         self._ledger = Ledger(self.scheduler)
         self._refusal: str | None = None
         self._agreed_refusal: str | None = None  # of any rank, as of this step
-        self._is_held = False
+        self._hold = Hold(self._stand_still)
         idle_s = IDLE_S if group.size == 1 else POLL_S
         self._loop = EngineLoop(self.step, self._boundary, self._lose, idle_s)
 
@@ -214,30 +215,41 @@ class Engine:
         self.at_boundary(self.scheduler.resume)
         self._boundary.wake()
 
-    def hold(self, mode: PauseMode, *, limit_s: float = 60.0) -> None:
+    def hold(self, mode: PauseMode, deadline: Deadline) -> None:
         """As :meth:`pause`, for whoever changes weights: only :meth:`release` ends it.
 
-        A pause of the user's own is another matter: it may come and go meanwhile, and stays.
+        A pause of the user's own is another matter: it may come and go meanwhile, and stays. Of several
+        ranks each calls it when it likes; it returns once all have.
         """
+        self._hold.wanted = mode
+        self._boundary.wake()
+        try:
+            if self._group.size == 1:
+                self._boundary.call(lambda: self._hold.settle(mode, [True]), deadline)
+            else:
+                self._boundary.until(lambda: self._hold.is_on, deadline)
+        except BaseException:
+            self.release()
+            raise
 
-        def act() -> None:
-            was_paused = self.scheduler.is_paused
-            self._ledger.pause(mode)
-            self.scheduler.is_paused = was_paused
-            self._is_held = True
+    def _stand_still(self, mode: PauseMode) -> None:
+        was_paused = self.scheduler.is_paused
+        self._ledger.pause(mode)
+        self.scheduler.is_paused = was_paused
 
-        self.at_boundary(act, limit_s=limit_s)
+    def while_held(self, function: Callable[[], Result], *, limit_s: float = 60.0) -> Result:
+        """Run ``function`` between :meth:`hold` and :meth:`release`; of several ranks each does so by
+        itself, and no step sees it before all have released."""
+        deadline = Deadline(limit_s, peer="the engine", stage="step boundary")
+        return self._boundary.alone(function, deadline)
 
     def release(self) -> None:
-        """End :meth:`hold`; harmless when nothing is held."""
+        """End :meth:`hold`, of several ranks once all have; harmless when nothing is held."""
+        self._hold.wanted = None
         if self._group.size == 1:
-            self._let_go()  # at once: a step that hangs must not keep an update from being given up
-        else:
-            self.at_boundary(self._let_go)  # after the same step on every rank
+            # At once: a step that hangs must not keep an update from being given up.
+            self._hold.settle(None, [False])
         self._boundary.wake()
-
-    def _let_go(self) -> None:
-        self._is_held = False
 
     def flush_cache(self) -> int:
         """Forget cached prefixes; returns their pages. Refused while requests hold KV."""
@@ -269,7 +281,7 @@ class Engine:
             if refusal is not None:
                 self._ledger.fail_all(_refused(refusal))
                 return False
-            plan = None if self._is_held else self.scheduler.plan()
+            plan = None if self._hold.is_on else self.scheduler.plan()
             if plan is None:
                 return False
             self._run(plan)
@@ -300,15 +312,17 @@ class Engine:
 
     def _agree(self, num_calls: int) -> int:
         """The smallest number over the ranks: calls that every rank has seen. If one rank refuses,
-        all do, from the same step on."""
-        refusal = self._refusal
-        mine = torch.tensor([num_calls, int(refusal is not None)], dtype=torch.int64)
+        all do, from the same step on; they are held, or go on, once all want it."""
+        refusal, wanted = self._refusal, self._hold.wanted
+        words = [num_calls, int(refusal is not None), int(wanted is not None)]
+        mine = torch.tensor(words, dtype=torch.int64)
         found = [part.tolist() for part in self._group.gather(mine)]
-        refusing = [rank for rank, (_, is_refusing) in enumerate(found) if is_refusing]
+        self._hold.settle(wanted, [bool(is_wanted) for _, _, is_wanted in found])
+        refusing = [rank for rank, (_, is_refusing, _) in enumerate(found) if is_refusing]
         if refusing and refusal is None:
             refusal = f"rank {refusing[0]} of the engine refuses"
         self._agreed_refusal = refusal
-        return min(int(count) for count, _ in found)
+        return min(int(count) for count, _, _ in found)
 
     @property
     def _active_refusal(self) -> str | None:

@@ -6,13 +6,16 @@ import json
 import logging
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from weightsync import native
-from weightsync.cli import doctor_transports, versions
+from weightsync.cli import doctor_constants, doctor_transports, versions
 from weightsync.cli.doctor_findings import Finding, Verdict
 from weightsync.cli.doctor_transports import devices_here, transport_findings
+from weightsync.cli.main import main
+from weightsync.cost.constants import Constants, read_constants
 from weightsync.errors import MissingDependencyError, PeerLostError
 from weightsync.transports import transport_names
 
@@ -110,3 +113,21 @@ def test_on_a_gpu_every_contract_has_a_line_for_each_device() -> None:
     assert direct["verdict"] == "ok", direct
     assert "by cuda ipc" in direct["detail"]
     assert {"gpu 0", "cuda driver"} <= answer["versions"].keys()
+
+
+def test_constants_are_measured_and_written_for_plans(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor_constants, "_NUM_SEGMENTS", {"cpu": 8, "cuda": 8})
+    path = tmp_path / "constants.json"
+    assert main(["doctor", "--device", "cpu", "--constants", str(path)]) == 0
+    assert "device_copy_bytes_per_s" in capsys.readouterr().out
+    found, built_in = read_constants(path), Constants()
+    assert found.device_copy_bytes_per_s.source.startswith(
+        "measured: segment copy of 8 x 256 KiB on"
+    )
+    assert found.device_copy_bytes_per_s.value > 1e8
+    assert found.nic_share == built_in.nic_share
+    assert (
+        main(["plan", "--model", "tiny-moe", "--engine-layout", "", "--constants", str(path)]) == 0
+    )

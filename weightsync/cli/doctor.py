@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 
@@ -17,6 +18,12 @@ def add_parser(commands: Any) -> None:
         help="try transports on this device only (default: the host, and the first GPU if there is one)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument(
+        "--constants",
+        type=Path,
+        metavar="FILE",
+        help="instead, measure rates of this machine's memory and write them for weightsync plan",
+    )
     parser.set_defaults(run=_run)
 
 
@@ -26,4 +33,8 @@ def _run(args: argparse.Namespace) -> int:
 
     is_json: bool = args.json
     device = None if args.device is None else check_device(args.device)
+    if args.constants is not None:
+        from weightsync.cli.doctor_constants import write_constants
+
+        return write_constants(args.constants, device)
     return run_doctor(device=device, is_json=is_json)
