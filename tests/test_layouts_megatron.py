@@ -17,7 +17,7 @@ from weightsync.layouts import (
     MegatronRules,
     megatron_named,
 )
-from weightsync.layouts.megatron_names import Cut
+from weightsync.layouts.megatron_names import QWEN_SHARED_EXPERT_NAMES, Cut
 from weightsync.naming import Drop
 from weightsync.sources import NamedSource
 from weightsync.types import CastPolicy
@@ -144,6 +144,20 @@ def test_a_user_adds_and_replaces_lines() -> None:
     assert part.shape == (1,)
     with pytest.raises(ConfigError, match="layr"):
         MegatronName("decoder.layers.{layr}.x", ("x",))
+
+
+def test_shared_experts_go_by_the_names_of_their_family() -> None:
+    s = Sizes(tp=2, experts=2)
+    name = "decoder.layers.0.mlp.shared_experts.linear_fc1.weight"
+    for names, prefix in (((), "shared_experts"), (QWEN_SHARED_EXPERT_NAMES, "shared_expert")):
+        rules = MegatronRules(model_of(s), place_of(s, 1), names)
+        (gate, gate_part), (up, up_part) = rules.apply(name, torch.arange(8.0).reshape(4, 2)) or ()
+        assert (gate, up) == tuple(
+            f"model.layers.0.mlp.{prefix}.{p}_proj.weight" for p in ("gate", "up")
+        )
+        for part, first in ((gate_part, 0.0), (up_part, 4.0)):
+            assert (part.shape, part.pieces[0].start) == ((4, 2), (2, 0))
+            assert part.pieces[0].tensor[0, 0] == first
 
 
 @pytest.mark.parametrize(

@@ -210,8 +210,16 @@ def _matching(name: str, tensor: Any, rules: Mapping[int, Rule]) -> set[int]:
     return {i for i, rule in rules.items() if rule.apply(name, tensor) is not None}
 
 
-#: model_type of transformers configurations whose experts are fused in memory, gate above up.
-_FUSED_EXPERT_MODELS = frozenset({"qwen2_moe", "qwen3_moe"})
+#: model_type of transformers configurations whose experts are fused in memory, gate above up, and whose
+#: files name them as :class:`FusedExperts` does.
+_FUSED_EXPERT_MODELS = frozenset(
+    {
+        "deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "olmoe", "qwen2_moe", "qwen3_moe",
+        "qwen3_next",
+    }
+)  # fmt: skip
+#: A buffer of routers that training changes and files hold.
+_ROUTER_BIAS = Include(r".*\.e_score_correction_bias")
 
 
 def rules_for(module: Any) -> tuple[Rule, ...]:
@@ -228,4 +236,5 @@ def rules_for(module: Any) -> tuple[Rule, ...]:
             f"{names[0]!r}: fused experts of model type {model_type!r}; known: "
             f"{', '.join(sorted(_FUSED_EXPERT_MODELS))}. Give rules=(FusedExperts(...),) yourself"
         )
-    return (FusedExperts(),)
+    has_bias = any(_ROUTER_BIAS.apply(n, b) is not None for n, b in module.named_buffers())
+    return (FusedExperts(), _ROUTER_BIAS) if has_bias else (FusedExperts(),)
