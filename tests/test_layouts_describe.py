@@ -183,6 +183,22 @@ def test_engines_that_cannot_be_are_refused(sizes: dict[str, object], message: s
         engine_layout(preset_metas("tiny-moe"), **sizes)  # type: ignore[arg-type]
 
 
+def test_the_size_of_a_head_is_not_guessed_where_it_matters() -> None:
+    """Eight key heads of 64: as many rows as four of 128."""
+    shapes = {"q": (1024, 8), "k": (512, 8), "v": (512, 8)}
+    metas = [
+        TensorMeta(f"model.layers.0.self_attn.{p}_proj.weight", "bfloat16", s)
+        for p, s in shapes.items()
+    ]
+    with pytest.raises(ConfigError, match="head_dim="):
+        engine_layout(metas, tp=8)
+    rows = [p.box.shape[0] for p in engine_layout(metas, tp=8, head_dim=64).tensors[1].placed]
+    assert rows == [64] * 8
+    rows = [p.box.shape[0] for p in engine_layout(metas, tp=8, head_dim=128).tensors[1].placed]
+    assert rows == [128] * 8
+    assert boxes_of(engine_layout(metas, tp=4)) == boxes_of(engine_layout(metas, tp=4, head_dim=64))
+
+
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [({"pp": 5}, "4 layers"), ({"fsdp": 3, "ep": 2}, "must divide"), ({"fsdp": True}, "fsdp=True")],

@@ -95,6 +95,11 @@ class _EngineGrid:
 
     def __post_init__(self) -> None:
         kv = self.sizes.num_kv_heads
+        if kv % self.tp and self.sizes.is_guess:
+            raise ConfigError(
+                f"tp={self.tp} cuts key projections within heads, if these have 128 elements; give "
+                "head_dim= of the model"
+            )
         if kv and kv % self.tp and self.tp % kv:
             raise ConfigError(f"{kv} key heads and tp={self.tp}: one must divide the other")
         if self.sizes.num_heads % self.tp:
