@@ -184,6 +184,20 @@ def test_what_does_not_fit_is_refused(name: str, shape: tuple[int, ...], message
 
 
 @pytest.mark.parametrize(
+    ("matrix", "message"),
+    [
+        (torch.ones(6, 8).T, "gaps"), (torch.ones(3, 3), "no stack of 2"), (torch.ones(2, 2, 2), "one whole"),
+    ],
+    ids=["transposed", "odd", "3-D"],
+)  # fmt: skip
+def test_what_is_no_stack_of_experts_is_refused(matrix: Any, message: str) -> None:
+    rules = MegatronRules(model_of(Sizes(experts=2)), MegatronPlace())
+    for part in ("weight1", "weight2"):
+        with pytest.raises(LayoutError, match=message):
+            rules.apply(f"decoder.layers.0.mlp.experts.{part}", matrix)
+
+
+@pytest.mark.parametrize(
     ("model", "place", "message"),
     [
         ({}, {"tp_size": 3}, "whole groups"),
