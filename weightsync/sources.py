@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import Any
 
 from weightsync.errors import ConfigError
-from weightsync.layouts.dtensor import Trainer, dtensor_class, is_dtensor, local_part
+from weightsync.layouts.dtensor import Trainer, is_dtensor, local_part
 from weightsync.layouts.fsdp2 import gatherers, reshard
 from weightsync.layouts.sharded import Sharded
 from weightsync.naming import Rule, RuledTensors, apply_rules, check_used, module_tensors, rules_for
@@ -121,9 +121,6 @@ def _are_plain(tensors: Sequence[Any]) -> bool:
     """Whether they are torch tensors of which it can be asked where they lie."""
     torch = sys.modules.get("torch")
     if torch is None:
-        return False
-    kinds = {torch.Tensor, torch.nn.Parameter, dtensor_class()}
-    if not set(map(type, tensors)) <= kinds:
         return False
     locals_ = local_tensors_of(tensors)
     is_plain = set(map(type, locals_)) <= {torch.Tensor, torch.nn.Parameter}
