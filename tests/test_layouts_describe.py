@@ -199,6 +199,15 @@ def test_the_size_of_a_head_is_not_guessed_where_it_matters() -> None:
     assert boxes_of(engine_layout(metas, tp=4)) == boxes_of(engine_layout(metas, tp=4, head_dim=64))
 
 
+def test_parts_of_experts_lie_on_neighbours() -> None:
+    layout = trainer_layout(preset_metas("tiny-moe"), ep=4, fsdp=8, dp=2)
+    ranks = [
+        [p.rank for p in layout.tensors[layout.index[name]].placed]
+        for name in (f"model.layers.0.mlp.experts.{e}.up_proj.weight" for e in (0, 2, 4, 15))
+    ]
+    assert ranks == [[0, 8], [4, 12], [1, 9], [7, 15]]  # two sharers of a part, two replicas
+
+
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [({"pp": 5}, "4 layers"), ({"fsdp": 3, "ep": 2}, "must divide"), ({"fsdp": True}, "fsdp=True")],
