@@ -57,13 +57,13 @@ CASES = (
          {"tp": 32, "ep": 32}, 2, "bf16", "NCCL 10.75, P2P 3.16"),
     Case("qwen3-235b-a22b", "vLLM sharded_rdt, 8 + 8 GPUs", {"fsdp": 8, "ep": 8},
          {"tp": 8, "ep": 8}, 1, "bf16", "2.70 to 3.3"),
-    Case("qwen3-235b-a22b", "Perplexity, 128 + 32 GPUs", {"fsdp": 16, "ep": 8},
+    Case("qwen3-235b-a22b", "Perplexity, 128 + 32 GPUs", {"fsdp": 16, "dp": 8, "ep": 8},
          {"tp": 8, "ep": 8}, 4, "bf16", "about 2"),
     Case("deepseek-v3", "NeMo-RL reshard, PP16 x EP16 to TP32 x DP8", {"pp": 16, "ep": 16},
          {"tp": 32}, 8, "bf16", "2.39 to 2.83", is_assumed=False),
     Case("kimi-k2", "Miles, 32 + 32 hosts", {"pp": 8, "tp": 8, "dp": 4, "ep": 32},
          {"tp": 32, "ep": 32}, 8, "fp8", "NCCL 53.28, P2P 7.23"),
-    Case("kimi-k2", "Perplexity, 256 + 128 GPUs", {"fsdp": 8, "ep": 32}, {"tp": 8, "ep": 32}, 4,
+    Case("kimi-k2", "Perplexity, 256 + 128 GPUs", {"pp": 8, "ep": 32}, {"tp": 8, "ep": 32}, 4,
          "fp8", "1.3"),
     Case("kimi-k2", "256 + 256 GPUs, attention TP 8", {"pp": 8, "ep": 32}, {"tp": 8, "ep": 32}, 8,
          "fp8", "", is_assumed=False),
@@ -250,13 +250,17 @@ def as_json(studies: dict[str, Study], found: Sequence[Design]) -> dict[str, Any
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tiny", action="store_true", help="a tiny model: does it run?")
-    parser.add_argument("--only", default="", metavar="WORD", help="models whose name holds it")
+    parser.add_argument("--only", default="", metavar="WORD", help="lines that hold it")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     cases = TINY if arguments.tiny else CASES
-    studies = print_cases([c for c in cases if arguments.only in c.model], predict)
+    studies = print_cases([c for c in cases if arguments.only in f"{c.model} {c.who}"], predict)
     print("\n* the trainer's layout is assumed")
-    found = [d for d in ([] if arguments.tiny else designs(studies)) if arguments.only in d.model]
+    found = [
+        d
+        for d in ([] if arguments.tiny else designs(studies))
+        if arguments.only in f"{d.model} {d.who}"
+    ]
     if found:
         print_designs(found)
     if arguments.json:

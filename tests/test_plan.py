@@ -163,6 +163,16 @@ def test_a_plan_explains_itself() -> None:
         assert words in text
 
 
+def test_a_large_plan_explains_its_busiest_pairs() -> None:
+    ranks = range(40)
+    vectors = {f"t{r}": ("int8", (r + 1,), [whole((r + 1,), r)]) for r in ranks}
+    layout = build(40, vectors).layout
+    lines = plan_of(layout, layout, choice=ContractChoice.DIRECT).explain().splitlines()
+    assert lines[1] == "the busiest 32 of 40 pairs of ranks:"
+    assert lines[2] == "trainer rank 39 -> engine rank 39: 40 B"
+    assert len(lines) == 2 + 32
+
+
 # --- names, shapes, dtypes --------------------------------------------------------------------------
 
 

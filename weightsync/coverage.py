@@ -86,8 +86,7 @@ class PlanShare:
     @cached_property
     def tensors(self) -> Int64Array:
         """Places in ``plan.tensors``, rising, of what this rank gets anything of."""
-        listed = {self.plan.transfers[n].tensor for n in self.transfers.tolist()}
-        return np.array(sorted(listed), dtype=np.int64)
+        return np.unique(self.plan.transfers.tensor[self.transfers])
 
     @cached_property
     def metas(self) -> tuple[TensorMeta, ...]:
@@ -97,7 +96,7 @@ class PlanShare:
     @cached_property
     def sources(self) -> tuple[int, ...]:
         """The trainer ranks that this rank gets something from, rising."""
-        return tuple(sorted({self.plan.transfers[n].source_rank for n in self.transfers.tolist()}))
+        return tuple(np.unique(self.plan.transfers.source_rank[self.transfers]).tolist())
 
     @cached_property
     def slot_bytes(self) -> Int64Array:
@@ -126,15 +125,13 @@ class PlanShare:
 
 def plan_share(plan: RefitPlan, index: SlotIndex) -> PlanShare:
     """The share of ``index.rank``, worked out once a plan."""
-    mine = [(n, t) for n, t in enumerate(plan.transfers) if t.target_rank == index.rank]
-    slots = [index.number[plan.tensors[t.tensor].target, t.target_placed] for _, t in mine]
+    transfers = plan.transfers
+    mine = np.flatnonzero(transfers.target_rank == index.rank).astype(np.int64, copy=False)
+    at = zip(transfers.tensor[mine].tolist(), transfers.target_placed[mine].tolist(), strict=True)
+    slots = [index.number[plan.tensors[i].target, j] for i, j in at]
     return PlanShare(
-        plan,
-        index,
-        np.array([n for n, _ in mine], dtype=np.int64),
-        np.array(slots, dtype=np.int64),
-        np.array([t.num_bytes for _, t in mine], dtype=np.int64),
-    )
+        plan, index, mine, np.array(slots, dtype=np.int64), transfers.num_bytes[mine]
+    )  # fmt: skip
 
 
 @dataclass(eq=False)

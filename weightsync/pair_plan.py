@@ -20,12 +20,9 @@ class PairPlan:
 
 def pair_plan(plan: RefitPlan, source_rank: int, target_rank: int) -> PairPlan:
     """The transfers between two ranks, in the plan's order; the whole plan where there are no others."""
-    places = [
-        n
-        for n, t in enumerate(plan.transfers)
-        if (t.source_rank, t.target_rank) == (source_rank, target_rank)
-    ]
-    if len(places) == len(plan.transfers):
-        return PairPlan(plan, np.arange(len(places), dtype=np.int64))
-    kept = tuple(plan.transfers[n] for n in places)
-    return PairPlan(replace(plan, transfers=kept), np.array(places, dtype=np.int64))
+    transfers = plan.transfers
+    is_theirs = (transfers.source_rank == source_rank) & (transfers.target_rank == target_rank)
+    places = np.flatnonzero(is_theirs).astype(np.int64, copy=False)
+    if len(places) == len(transfers):
+        return PairPlan(plan, places)
+    return PairPlan(replace(plan, transfers=transfers.take(places)), places)

@@ -34,7 +34,7 @@ from weightsync.planning.contract import SourceMemory, choose_contract, num_dire
 from weightsync.planning.cover import Drafted, draft
 from weightsync.planning.share import RankShare, share_of
 from weightsync.planning.topology import Sites, one_card_each
-from weightsync.planning.transfers import PlannedTensor, Transfer, Transfers
+from weightsync.planning.transfers import PlannedTensor, Transfer, Transfers, padded
 from weightsync.types import (
     Box,
     Capabilities,
@@ -54,6 +54,8 @@ Int64 = npt.NDArray[np.int64]
 
 #: Bytes that describe one entry of a slot: four int64 (see ``stream_entries`` in binding.py).
 ENTRY_BYTES = 32
+
+_MOST_PAIRS = 32  # that explain() lists
 
 
 @dataclass(frozen=True)
@@ -101,14 +103,22 @@ class RefitPlan:
     @cached_property
     def digest(self) -> str:
         """sha256 of everything in it; the same on every machine and in every process."""
+        metas = self.metas
         head = self._head_json() | {
-            "names": [m.name for m in self.metas],
-            "wire": [m.dtype for m in self.metas],
-            "shapes": [m.shape for m in self.metas],
-            "places": [(t.source, t.target) for t in self.tensors],
+            "names": [m.name for m in metas],
+            "wire": [m.dtype for m in metas],
         }
-        body = json.dumps(head, separators=(",", ":"), sort_keys=True)
-        return hashlib.sha256(body.encode() + self.transfers.to_bytes()).hexdigest()
+        found = hashlib.sha256(json.dumps(head, separators=(",", ":"), sort_keys=True).encode())
+        shapes = [m.shape for m in metas]
+        places = [(t.source, t.target) for t in self.tensors]
+        for numbers in (
+            padded(shapes, 1),
+            padded([(len(s),) for s in shapes], 0),
+            padded(places, 0),
+        ):
+            found.update(numbers.astype("<i8").tobytes())
+        found.update(self.transfers.to_bytes())
+        return found.hexdigest()
 
     def share(
         self,
@@ -142,7 +152,12 @@ class RefitPlan:
             lines.append(
                 f"{len(self.buckets)} buckets of at most {format_bytes(self.bucket_bytes)}"
             )
-        for (source, target), size in sorted(self.bytes_by_pair().items()):
+        pairs = sorted(self.bytes_by_pair().items())
+        if len(pairs) > _MOST_PAIRS:
+            busiest = sorted(pairs, key=lambda pair: (-pair[1], pair[0]))[:_MOST_PAIRS]
+            lines.append(f"the busiest {_MOST_PAIRS} of {len(pairs)} pairs of ranks:")
+            pairs = busiest
+        for (source, target), size in pairs:
             lines.append(f"trainer rank {source} -> engine rank {target}: {format_bytes(size)}")
         return "\n".join(lines)
 

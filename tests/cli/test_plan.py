@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,21 @@ def test_a_directory_is_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[st
     write_checkpoint(get_preset("tiny"), tmp_path / "tiny", seed=0)
     assert main(["plan", "--model", str(tmp_path / "tiny"), "--engine-layout", "tp=2"]) == 0
     assert "46 tensors, 2.10 MB" in capsys.readouterr().out
+
+
+def test_a_directory_tells_its_head_size(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One key head of 64: taken for 128, its rows would be no whole head."""
+    preset = replace(
+        get_preset("tiny"), name="odd", family="llama", num_heads=2, num_kv_heads=1, is_tied=False
+    )
+    write_checkpoint(preset, tmp_path / "odd", seed=0)
+    assert main(["plan", "--model", str(tmp_path / "odd"), "--engine-layout", "tp=2"]) == 0
+    (tmp_path / "odd" / "config.json").unlink()
+    arguments = ["plan", "--model", str(tmp_path / "odd"), "--engine-layout", "tp=2"]
+    assert main(arguments) == EXIT_USAGE
+    assert "no whole heads of size 128" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -27,9 +27,9 @@ from weightsync.types import (
 )
 
 GOLDEN = {
-    "engine 0": "c6813dbc77aa521de766da9877be7993e5d8f027dd5ff74db911bfaef5492e4f",
-    "engine 1": "07372b109bc0a9de590d245b7d196fdcd13d4a706c3dcd8fbfbb43d055980f16",
-    "share of engine 1, rank 2": "b4b1920428684ebc8a3457a6e2081417d91d99d21e224dd9f4cb4eadc1f76f87",
+    "engine 0": "d30431bb402b485b0f3e90b082a434f86d2d2249912cb41ac6dedb917f8a38b1",
+    "engine 1": "6eec1bdc90f5cbaaf7ea1414ee8d2a4129f9dca651465335ece4ef70b7108bd8",
+    "share of engine 1, rank 2": "5e8c2eb706244187b46a6f7b00512916f3efacb0d2226c6c9fc405c6e17a0b36",
 }
 
 

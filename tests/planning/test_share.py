@@ -139,6 +139,8 @@ def test_what_was_not_published_or_is_too_short_is_refused() -> None:
     short = {**places, (1, 0): Located(places[1, 0].ptr, 47)}
     with pytest.raises(ProtocolError, match=r"'a'|'b'.*lie outside region"):
         bind_reads(share, short, landing)
+    with pytest.raises(ProtocolError, match=r"placement 1 of 'a' has no landing \(2 have none\)"):
+        bind_reads(share, places, {key: s for key, s in landing.items() if key != (0, 1)})
     with pytest.raises(ProtocolError, match="reads nothing"):
         bind_reads(plan.share(source.layout, source_rank=0), places, landing)
 

@@ -43,6 +43,7 @@ class Setup:
     nics_per_host: int | None = None  # None: one for each GPU
     is_colocated: bool = False  # the engines share the trainer's hosts and GPUs
     bucket_bytes: int = 2**30
+    head_dim: int | None = None  # where neither a norm of heads nor 128 tells it
     constants: Constants = field(default_factory=Constants)
 
 
@@ -77,7 +78,7 @@ def study(
     progress("describing the trainer")
     source = trainer_layout(wired, **setup.trainer)
     progress("describing the engines")
-    target = engine_layout(metas, wire=_WIRES[setup.wire], **setup.engine)
+    target = engine_layout(metas, wire=_WIRES[setup.wire], head_dim=setup.head_dim, **setup.engine)
     cluster = _cluster(source.world_size, target.world_size, setup)
     progress("planning")
     plans = plan_engines(

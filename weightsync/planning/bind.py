@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from weightsync.binding import Landing
+from weightsync.binding import Landing, Spot
 from weightsync.digest import convert_of
 from weightsync.errors import ProtocolError
 from weightsync.planning.share import RankShare, Side
 from weightsync.tables import segment_rows
-from weightsync.types import item_bytes
+from weightsync.types import Box, item_bytes
 
 Int64 = npt.NDArray[np.int64]
 
@@ -124,32 +124,49 @@ def _check_bounds(
         )
 
 
+def _spots(share: RankShare, keys: list[tuple[int, int]], landing: Landing) -> list[Spot]:
+    lost = [key for key in keys if key not in landing]
+    if lost:
+        name = next(t.meta.name for t in share.tensors if t.target == lost[0][0])
+        raise ProtocolError(
+            f"placement {lost[0][1]} of {name!r} has no landing ({len(lost)} have none): opaque slots "
+            "land in a staging copy first"
+        )
+    return [landing[key] for key in keys]
+
+
+def _template(share: RankShare, kind: list[int], dtypes: list[str], spot: Spot) -> Int64:
+    """Rows with both addresses 0. ``kind``: dimensions, wire and stored dtype, extents, strides."""
+    dims, wire, stored, *rest = kind
+    extent, strides = rest[:dims], rest[len(rest) // 2 :][:dims]
+    rows = segment_rows(
+        extent,
+        source=(0, strides, item_bytes(share.dtypes[stored])),
+        target=(0, spot.strides_bytes, item_bytes(spot.dtype)),
+        convert=convert_of(share.dtypes[stored], dtypes[wire]),
+    )
+    return np.array(rows, dtype=np.int64).reshape(-1, 13)
+
+
 def _rows(
     share: RankShare, full: Int64, begin: Int64, region_of: Int64, landing: Landing
 ) -> tuple[Int64, Int64]:
     """Rows of equal shape and strides differ in their two addresses only and are made once."""
     t = share.transfers
     at = [share.tensors[i].target for i in t.tensor[full].tolist()]
-    spots = [landing[key] for key in zip(at, t.target_placed[full].tolist(), strict=True)]
-    boxes = zip(*(a[full].tolist() for a in (t.start, t.extent, t.num_dims, t.tensor)), strict=True)
-    held = zip(share.source.strides_bytes[full].tolist(), share.source.dtype[full].tolist(),
-               strict=True)  # fmt: skip
+    spots = _spots(share, list(zip(at, t.target_placed[full].tolist(), strict=True)), landing)
+    dtypes = sorted({p.meta.dtype for p in share.tensors})
+    wire = np.array([dtypes.index(p.meta.dtype) for p in share.tensors], dtype=np.int64)
+    numbers = (t.num_dims, wire[t.tensor], share.source.dtype, t.extent, share.source.strides_bytes)
+    alike = np.column_stack([n[full] for n in numbers]).tolist()
     templates: dict[tuple[object, ...], tuple[int, Int64]] = {}
     which, landed = [], []
-    for spot, (start, extent, n, i), (strides, dtype) in zip(spots, boxes, held, strict=True):
-        steps = zip(start[:n], spot.box.start, spot.strides_bytes, strict=True)
-        landed.append(spot.ptr + sum((a - b) * s for a, b, s in steps))
-        wire = share.tensors[i].meta.dtype
-        key = (tuple(extent[:n]), tuple(strides[:n]), dtype, spot.strides_bytes, spot.dtype, wire)
+    for spot, start, kind in zip(spots, t.start[full].tolist(), alike, strict=True):
+        begin_at = tuple(start[: kind[0]])
+        landed.append(spot.ptr if begin_at == spot.box.start else spot.at(Box(begin_at, begin_at)))
+        key = (*kind, spot.strides_bytes, spot.dtype)
         if key not in templates:
-            stored = share.dtypes[dtype]
-            rows = segment_rows(
-                extent[:n],
-                source=(0, strides[:n], item_bytes(stored)),
-                target=(0, spot.strides_bytes, item_bytes(spot.dtype)),
-                convert=convert_of(stored, wire),
-            )
-            templates[key] = (len(templates), np.array(rows, dtype=np.int64).reshape(-1, 13))
+            templates[key] = (len(templates), _template(share, kind, dtypes, spot))
         which.append(templates[key][0])
     made = [rows for _, rows in templates.values()]
     if not made:

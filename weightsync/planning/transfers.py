@@ -43,6 +43,10 @@ class Transfer:
 TENSOR, SOURCE_PLACED, TARGET_PLACED, SOURCE_RANK, TARGET_RANK, NUM_DIMS, NUM_BYTES = range(7)
 
 
+#: Records of so many transfers are kept once made; those of a trillion-parameter plan never all live.
+_MOST_RECORDS = 2**16
+
+
 class Transfers(Sequence[Transfer]):
     """``heads`` int64 [n, 7] (columns above), ``start`` and ``stop`` int64 [n, dims].
 
@@ -85,13 +89,21 @@ class Transfers(Sequence[Transfer]):
     def __getitem__(self, index: int | slice) -> Transfer | tuple[Transfer, ...]:
         if isinstance(index, slice):
             return tuple(self.take(np.arange(len(self))[index]))
+        if len(self) <= _MOST_RECORDS:
+            return self._records[index]
         row = self.heads[index]  # IndexError as of any sequence
         return _record(row.tolist(), self.start[index].tolist(), self.stop[index].tolist())
 
     def __iter__(self) -> Iterator[Transfer]:
-        step = 65_536  # records of a trillion-parameter plan are never all alive
-        for i in range(0, len(self), step):
-            part = slice(i, i + step)
+        return iter(self._records) if len(self) <= _MOST_RECORDS else self._made()
+
+    @cached_property
+    def _records(self) -> list[Transfer]:
+        return list(self._made())
+
+    def _made(self) -> Iterator[Transfer]:
+        for i in range(0, len(self), _MOST_RECORDS):
+            part = slice(i, i + _MOST_RECORDS)
             rows = self.heads[part].tolist(), self.start[part].tolist(), self.stop[part].tolist()
             yield from map(_record, *rows)
 
