@@ -1,0 +1,299 @@
+#include "weightsync/delta_scan.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace weightsync {
+namespace {
+
+// Masks of one chunk.
+struct ChunkMasks {
+    std::uint64_t same;
+    std::uint64_t below[kDeltaThresholds];
+};
+
+template <DeltaKind kind>
+struct PortableChunk {
+    static constexpr int bytes = DeltaElement<kind>::bytes;
+
+    static std::uint32_t load(const unsigned char* ptr, std::int64_t i) {
+        std::uint32_t u = 0;
+        std::memcpy(&u, ptr + i * bytes, bytes);
+        return u;
+    }
+    template <int num_thresholds>
+    static void look(const unsigned char* old, const unsigned char* current,
+                     const std::uint8_t* thresholds, ChunkMasks* masks) {
+        for (std::int64_t i = 0; i < kDeltaChunk; ++i) {
+            const std::uint32_t u = load(old, i);
+            if (current != nullptr && load(current, i) == u) masks->same |= std::uint64_t{1} << i;
+            for (int t = 0; t < num_thresholds; ++t) {
+                const std::uint64_t is_below = DeltaElement<kind>::key(u) < thresholds[t];
+                masks->below[t] |= is_below << i;
+            }
+        }
+    }
+};
+
+WEIGHTSYNC_HD_INLINE void keep_masks(const ChunkMasks& masks, std::uint64_t valid, bool has_new,
+                                     int num_thresholds, std::int64_t chunk, DeltaScan* scan) {
+    scan->changed[chunk] = has_new ? ~masks.same & valid : 0;
+    for (int t = 0; t < num_thresholds; ++t) {
+        const std::uint64_t below = masks.below[t] & valid;
+        scan->below[t + 1][chunk] = below;
+        scan->before[t + 1][chunk] = static_cast<std::uint16_t>(scan->total[t + 1]);
+        scan->total[t + 1] += static_cast<std::uint32_t>(__builtin_popcountll(below));
+    }
+    scan->below[num_thresholds + 1][chunk] = valid;
+    scan->before[num_thresholds + 1][chunk] = static_cast<std::uint16_t>(chunk * kDeltaChunk);
+}
+
+template <DeltaKind kind, template <DeltaKind> class Chunk, int num_thresholds>
+WEIGHTSYNC_HD_INLINE void scan_chunks(const unsigned char* old, const unsigned char* current,
+                                      std::int64_t num_elements, const std::uint8_t* thresholds,
+                                      DeltaScan* scan) {
+    constexpr std::int64_t chunk_bytes = kDeltaChunk * DeltaElement<kind>::bytes;
+    const std::int64_t whole = num_elements / kDeltaChunk;
+    for (std::int64_t chunk = 0; chunk < whole; ++chunk) {
+        ChunkMasks masks{};
+        Chunk<kind>::template look<num_thresholds>(
+            old + chunk * chunk_bytes, current == nullptr ? nullptr : current + chunk * chunk_bytes,
+            thresholds, &masks);
+        keep_masks(masks, ~std::uint64_t{0}, current != nullptr, num_thresholds, chunk, scan);
+    }
+    const std::int64_t rest = num_elements - whole * kDeltaChunk;
+    if (rest > 0) {  // a copy, so that nothing beyond the end is read
+        unsigned char padded[2][chunk_bytes] = {};
+        const auto rest_bytes = static_cast<std::size_t>(rest * DeltaElement<kind>::bytes);
+        std::memcpy(padded[0], old + whole * chunk_bytes, rest_bytes);
+        if (current != nullptr) std::memcpy(padded[1], current + whole * chunk_bytes, rest_bytes);
+        ChunkMasks masks{};
+        Chunk<kind>::template look<num_thresholds>(padded[0], padded[1], thresholds, &masks);
+        keep_masks(masks, (std::uint64_t{1} << rest) - 1, current != nullptr, num_thresholds, whole,
+                   scan);
+    }
+}
+
+template <DeltaKind kind, template <DeltaKind> class Chunk>
+WEIGHTSYNC_HD_INLINE void scan_block(const unsigned char* old, const unsigned char* current,
+                                     std::int64_t num_elements, const std::uint8_t* thresholds,
+                                     int num_thresholds, DeltaScan* scan) {
+    scan->num_elements = num_elements;
+    scan->num_chunks = (num_elements + kDeltaChunk - 1) / kDeltaChunk;
+    scan->num_thresholds = num_thresholds;
+    const auto chunks = static_cast<std::size_t>(scan->num_chunks);
+    std::memset(scan->below[0], 0, chunks * sizeof(std::uint64_t));
+    std::memset(scan->before[0], 0, chunks * sizeof(std::uint16_t));
+    std::fill(scan->total, scan->total + kDeltaClasses + 1, 0u);
+    scan->total[num_thresholds + 1] = static_cast<std::uint32_t>(num_elements);
+    switch (num_thresholds) {
+        case 0:
+            scan_chunks<kind, Chunk, 0>(old, current, num_elements, thresholds, scan);
+            break;
+        case 1:
+            scan_chunks<kind, Chunk, 1>(old, current, num_elements, thresholds, scan);
+            break;
+        case 2:
+            scan_chunks<kind, Chunk, 2>(old, current, num_elements, thresholds, scan);
+            break;
+        case 3:
+            scan_chunks<kind, Chunk, 3>(old, current, num_elements, thresholds, scan);
+            break;
+        case 4:
+            scan_chunks<kind, Chunk, 4>(old, current, num_elements, thresholds, scan);
+            break;
+        default:
+            scan_chunks<kind, Chunk, 5>(old, current, num_elements, thresholds, scan);
+            break;
+    }
+}
+
+template <DeltaKind kind>
+void scan_portable(const unsigned char* old, const unsigned char* current,
+                   std::int64_t num_elements, const std::uint8_t* thresholds, int num_thresholds,
+                   DeltaScan* scan) {
+    scan_block<kind, PortableChunk>(old, current, num_elements, thresholds, num_thresholds, scan);
+}
+
+struct SelectPortable {
+    static int bit(std::uint64_t mask, std::uint32_t rank) {
+        for (; rank > 0; --rank) mask &= mask - 1;
+        return __builtin_ctzll(mask);
+    }
+};
+
+template <typename Select>
+WEIGHTSYNC_HD_INLINE void locate_numbers(const DeltaScan& scan, int c, const std::uint32_t* numbers,
+                                         std::int64_t count, std::uint32_t* positions) {
+    const std::uint64_t* low = scan.below[c];
+    const std::uint64_t* high = scan.below[c + 1];
+    const std::uint16_t* before_low = scan.before[c];
+    const std::uint16_t* before_high = scan.before[c + 1];
+    const std::int64_t last = scan.num_chunks - 1;
+    std::int64_t chunk = 0;
+    for (std::int64_t i = 0; i < count; ++i) {
+        const std::uint32_t number = numbers[i];
+        while (chunk < last && static_cast<std::uint32_t>(before_high[chunk + 1] -
+                                                          before_low[chunk + 1]) <= number) {
+            ++chunk;
+        }
+        const auto rank =
+            number - static_cast<std::uint32_t>(before_high[chunk] - before_low[chunk]);
+        const int bit = Select::bit(high[chunk] & ~low[chunk], rank);
+        positions[i] = static_cast<std::uint32_t>(chunk * kDeltaChunk + bit);
+    }
+}
+
+void locate_portable(const DeltaScan& scan, int c, const std::uint32_t* numbers, std::int64_t count,
+                     std::uint32_t* positions) {
+    locate_numbers<SelectPortable>(scan, c, numbers, count, positions);
+}
+
+#if defined(__x86_64__)
+#define WEIGHTSYNC_AVX2 __attribute__((target("avx2,bmi,bmi2,popcnt,lzcnt")))
+
+WEIGHTSYNC_AVX2 inline __m256i load(const unsigned char* ptr, int vector) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(ptr) + vector);
+}
+
+// Elements 0..31 or 32..63 of a chunk as bytes in order: their keys, and 0xFF where two are equal.
+template <DeltaKind kind>
+struct Lanes;
+
+template <>
+struct Lanes<DeltaKind::bytes> {
+    WEIGHTSYNC_AVX2 static __m256i keys(const unsigned char*, int) {
+        return _mm256_setzero_si256();
+    }
+    WEIGHTSYNC_AVX2 static __m256i same(const unsigned char* a, const unsigned char* b, int half) {
+        return _mm256_cmpeq_epi8(load(a, half), load(b, half));
+    }
+};
+
+template <>
+struct Lanes<DeltaKind::float8> {
+    WEIGHTSYNC_AVX2 static __m256i keys(const unsigned char* a, int half) {
+        return _mm256_and_si256(load(a, half), _mm256_set1_epi8(0x7F));
+    }
+    WEIGHTSYNC_AVX2 static __m256i same(const unsigned char* a, const unsigned char* b, int half) {
+        return Lanes<DeltaKind::bytes>::same(a, b, half);
+    }
+};
+
+template <>
+struct Lanes<DeltaKind::float16> {
+    WEIGHTSYNC_AVX2 static __m256i keys(const unsigned char* a, int half) {
+        const __m256i mask = _mm256_set1_epi16(0xFF);
+        const __m256i x = _mm256_and_si256(_mm256_srli_epi16(load(a, 2 * half), 7), mask);
+        const __m256i y = _mm256_and_si256(_mm256_srli_epi16(load(a, 2 * half + 1), 7), mask);
+        return _mm256_permute4x64_epi64(_mm256_packus_epi16(x, y), 0xD8);
+    }
+    WEIGHTSYNC_AVX2 static __m256i same(const unsigned char* a, const unsigned char* b, int half) {
+        const __m256i x = _mm256_cmpeq_epi16(load(a, 2 * half), load(b, 2 * half));
+        const __m256i y = _mm256_cmpeq_epi16(load(a, 2 * half + 1), load(b, 2 * half + 1));
+        return _mm256_permute4x64_epi64(_mm256_packs_epi16(x, y), 0xD8);
+    }
+};
+
+template <>
+struct Lanes<DeltaKind::float32> {
+    WEIGHTSYNC_AVX2 static __m256i ordered(__m256i packed) {
+        return _mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+    }
+    WEIGHTSYNC_AVX2 static __m256i exponent(__m256i bits) {
+        return _mm256_and_si256(_mm256_srli_epi32(bits, 23), _mm256_set1_epi32(0xFF));
+    }
+    WEIGHTSYNC_AVX2 static __m256i keys(const unsigned char* a, int half) {
+        const int v = 4 * half;
+        const __m256i x = _mm256_packus_epi32(exponent(load(a, v)), exponent(load(a, v + 1)));
+        const __m256i y = _mm256_packus_epi32(exponent(load(a, v + 2)), exponent(load(a, v + 3)));
+        return ordered(_mm256_packus_epi16(x, y));
+    }
+    WEIGHTSYNC_AVX2 static __m256i equal(const unsigned char* a, const unsigned char* b, int v) {
+        return _mm256_cmpeq_epi32(load(a, v), load(b, v));
+    }
+    WEIGHTSYNC_AVX2 static __m256i same(const unsigned char* a, const unsigned char* b, int half) {
+        const int v = 4 * half;
+        const __m256i x = _mm256_packs_epi32(equal(a, b, v), equal(a, b, v + 1));
+        const __m256i y = _mm256_packs_epi32(equal(a, b, v + 2), equal(a, b, v + 3));
+        return ordered(_mm256_packs_epi16(x, y));
+    }
+};
+
+WEIGHTSYNC_AVX2 inline std::uint64_t mask_of(__m256i low, __m256i high) {
+    const auto bits = static_cast<std::uint32_t>(_mm256_movemask_epi8(low));
+    return bits | static_cast<std::uint64_t>(static_cast<std::uint32_t>(_mm256_movemask_epi8(high)))
+                      << 32;
+}
+
+template <DeltaKind kind>
+struct VectorChunk {
+    template <int num_thresholds>
+    WEIGHTSYNC_AVX2 static inline void look(const unsigned char* old, const unsigned char* current,
+                                            const std::uint8_t* thresholds, ChunkMasks* masks) {
+        if (current != nullptr) {
+            masks->same =
+                mask_of(Lanes<kind>::same(old, current, 0), Lanes<kind>::same(old, current, 1));
+        }
+        if (num_thresholds == 0) return;
+        // Comparisons are signed: a flipped top bit makes the order that of unsigned keys.
+        const __m256i flip = _mm256_set1_epi8(static_cast<char>(0x80));
+        const __m256i low = _mm256_xor_si256(Lanes<kind>::keys(old, 0), flip);
+        const __m256i high = _mm256_xor_si256(Lanes<kind>::keys(old, 1), flip);
+        for (int t = 0; t < num_thresholds; ++t) {
+            const __m256i limit = _mm256_set1_epi8(static_cast<char>(thresholds[t] ^ 0x80));
+            masks->below[t] =
+                mask_of(_mm256_cmpgt_epi8(limit, low), _mm256_cmpgt_epi8(limit, high));
+        }
+    }
+};
+
+template <DeltaKind kind>
+WEIGHTSYNC_AVX2 void scan_avx2(const unsigned char* old, const unsigned char* current,
+                               std::int64_t num_elements, const std::uint8_t* thresholds,
+                               int num_thresholds, DeltaScan* scan) {
+    scan_block<kind, VectorChunk>(old, current, num_elements, thresholds, num_thresholds, scan);
+}
+
+struct SelectDeposit {
+    WEIGHTSYNC_AVX2 static int bit(std::uint64_t mask, std::uint32_t rank) {
+        return __builtin_ctzll(_pdep_u64(std::uint64_t{1} << (rank & 63), mask));
+    }
+};
+
+WEIGHTSYNC_AVX2 void locate_avx2(const DeltaScan& scan, int c, const std::uint32_t* numbers,
+                                 std::int64_t count, std::uint32_t* positions) {
+    locate_numbers<SelectDeposit>(scan, c, numbers, count, positions);
+}
+#endif
+
+}  // namespace
+
+const DeltaScanKernels& delta_scan_portable() {
+    static const DeltaScanKernels kernels = {
+        {scan_portable<DeltaKind::bytes>, scan_portable<DeltaKind::float8>,
+         scan_portable<DeltaKind::float16>, scan_portable<DeltaKind::float32>},
+        locate_portable,
+        "portable"};
+    return kernels;
+}
+
+const DeltaScanKernels& delta_scan_kernels() {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    static const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi2");
+    static const DeltaScanKernels kernels = {
+        {scan_avx2<DeltaKind::bytes>, scan_avx2<DeltaKind::float8>, scan_avx2<DeltaKind::float16>,
+         scan_avx2<DeltaKind::float32>},
+        locate_avx2,
+        "avx2"};
+    if (has_avx2) return kernels;
+#endif
+    return delta_scan_portable();
+}
+
+}  // namespace weightsync
