@@ -119,7 +119,11 @@ def small_model(seed: int = 0, size: int = 256) -> dict[str, Bits16]:
         found[f"layers.{i}.proj.weight"] = drawn_matrix(size, 4 * size, seed + 3 + i, deviation)
         norm = 1 + random.standard_normal(size).astype(np.float32) * np.float32(0.05)
         found[f"layers.{i}.norm.weight"] = to_bf16(norm)
-    found |= {"heavy.weight": to_bf16(heavy), "bias": zeros, "scale": to_bf16(np.ones(1, np.float32))}
+    found |= {
+        "heavy.weight": to_bf16(heavy),
+        "bias": zeros,
+        "scale": to_bf16(np.ones(1, np.float32)),
+    }
     return found | {"empty": np.zeros((0, 4), dtype=np.uint16)}
 
 
@@ -138,7 +142,7 @@ def versions(
 
 
 def quick_change(
-    old: Bits16, seed: int, rate: float = 2**-13.3, learning_rate: float = 1e-6
+    old: Bits16, seed: int, rate: float = 2**-15.4, learning_rate: float = 1e-6
 ) -> Bits16:
     """A steady-state step without an optimizer, for tensors too large to hold one: an element changes
     with P = min(1, ``rate`` / 2^E), by max(1, learning_rate / ULP, blurred) ULPs of either sign."""
@@ -202,8 +206,8 @@ def adversarial(size: int = 5000) -> dict[str, tuple[Bits16, Bits16]]:
         "infinities": (plain, sprinkled),
         "from infinity": (sprinkled, plain),
         "NaN payloads": (payloads, np.roll(payloads, 1)),
-        "zeros change sign": (zeros, zeros ^ 0x8000),
-        "subnormals": (subnormal, subnormal + 1),
+        "zeros change sign": (zeros, zeros ^ np.uint16(0x8000)),
+        "subnormals": (subnormal, subnormal + np.uint16(1)),
         "every pattern reversed": (every_bit, every_bit[::-1].copy()),
-        "sign of all": (every_bit, every_bit ^ 0x8000),
+        "sign of all": (every_bit, every_bit ^ np.uint16(0x8000)),
     }

@@ -72,6 +72,8 @@ DeltaParameters read_parameters(const Record& record) {
     return parameters;
 }
 
+std::uint64_t block_digest(const DeltaPlace& place, const unsigned char* data, std::int64_t b);
+
 class SpanDecoder {
   public:
     SpanDecoder(const DeltaPlace& place, const Record& record, const unsigned char* dense,
@@ -99,20 +101,30 @@ class SpanDecoder {
         sparse_left_ = record.header.sparse_bytes;
     }
 
-    // Moves the digest of block `b` from its old to its new contents.
-    void run_block(std::int64_t b, std::uint64_t* digest) {
+    // Moves the digest of block `b` from its old to its new contents; returns the old one, which is
+    // taken from the elements unless it is known.
+    std::uint64_t run_block(std::int64_t b, bool is_known, std::uint64_t* digest) {
         const int mode = (modes_[b / 2] >> (b % 2 * 4)) & 15;
-        if (mode == 0) return;
+        std::uint64_t before = *digest;
+        if (!is_known && (mode == 0 || mode == static_cast<int>(DeltaMode::dense))) {
+            before = block_digest(place_, old_, b);
+            is_known = true;
+        }
+        *digest = before;
+        if (mode == 0) return before;
         try {
             block_.index = b;
             const std::uint32_t check = take_entry();
-            *digest += run_mode(static_cast<DeltaMode>(mode));
+            const std::uint64_t added =
+                run_mode(static_cast<DeltaMode>(mode), is_known ? nullptr : &before);
+            *digest = before + added;
             if (delta_block_check(*digest) != check) {
                 fail("the result is not what was sent; the base differs from the sender's");
             }
         } catch (const DeltaError& error) {
             fail("block " + std::to_string(b) + ": " + error.what());
         }
+        return before;
     }
 
     void finish() const {
@@ -137,7 +149,7 @@ class SpanDecoder {
         return check;
     }
 
-    std::uint64_t run_mode(DeltaMode mode) {
+    std::uint64_t run_mode(DeltaMode mode, std::uint64_t* old_digest) {
         const int kind = static_cast<int>(place_.kind);
         const unsigned char* old = old_ + block_.first_element() * place_.element_bytes();
         if (mode == DeltaMode::dense) {
@@ -157,7 +169,7 @@ class SpanDecoder {
         sparse_ += num_bytes_;
         sparse_left_ -= num_bytes_;
         const DeltaBits bits{scratch_->coded, std::uint64_t{num_bytes_} * 8};
-        return delta_kernels().decode[kind](block_, mode, bits, old, scratch_, out_);
+        return delta_kernels().decode[kind](block_, mode, bits, old, old_digest, scratch_, out_);
     }
 
     // The changed ones of a dense block.
@@ -218,19 +230,24 @@ class SpanDecoder {
 };
 
 std::uint64_t block_digest(const DeltaPlace& place, const unsigned char* data, std::int64_t b) {
-    DigestRow row{};
-    row.word_bytes = place.word_bytes;
-    row.seed = static_cast<std::int64_t>(place.seed);
-    const std::int64_t offset = b * kDeltaBlock * place.element_bytes();
-    const std::uint64_t start =
-        place.start_element * static_cast<std::uint64_t>(place.element_bytes()) +
-        static_cast<std::uint64_t>(offset);
-    const std::int64_t bytes = place.block_elements(b) * place.element_bytes();
-    return digest_run(row, data + offset, start / static_cast<std::uint64_t>(place.word_bytes),
-                      bytes / place.word_bytes);
+    return delta_digest_part(place, data + b * kDeltaBlock * place.element_bytes(), b * kDeltaBlock,
+                             0, place.block_elements(b));
 }
 
 }  // namespace
+
+std::uint64_t delta_digest_part(const DeltaPlace& place, const unsigned char* data,
+                                std::int64_t block_start, std::int64_t first, std::int64_t count) {
+    DigestRow row{};
+    row.word_bytes = place.word_bytes;
+    row.seed = static_cast<std::int64_t>(place.seed);
+    const auto element_bytes = static_cast<std::uint64_t>(place.element_bytes());
+    const std::uint64_t start =
+        (place.start_element + static_cast<std::uint64_t>(block_start + first)) * element_bytes;
+    return digest_run(row, data + first * place.element_bytes(),
+                      start / static_cast<std::uint64_t>(place.word_bytes),
+                      count * place.element_bytes() / place.word_bytes);
+}
 
 void delta_block_digests(const DeltaPlace& place, const unsigned char* data,
                          std::uint64_t* digests) {
@@ -249,9 +266,8 @@ DeltaDecoded delta_decode(const DeltaPlace& place, const unsigned char* record_b
     SpanDecoder decoder(place, record, dense, num_dense, old, &out);
     DeltaDecoded result{};
     for (std::int64_t b = 0; b < place.num_blocks(); ++b) {
-        if (!are_digests_known) digests[b] = block_digest(place, old, b);
-        result.old_digest += digests[b];
-        decoder.run_block(b, &digests[b]);
+        if (!are_digests_known) digests[b] = 0;
+        result.old_digest += decoder.run_block(b, are_digests_known, &digests[b]);
         result.new_digest += digests[b];
     }
     decoder.finish();

@@ -1,5 +1,7 @@
 #include "weightsync/delta_kernels.hpp"
 
+#include <algorithm>
+#include <cstring>
 #include <memory>
 
 namespace weightsync {
@@ -15,13 +17,22 @@ WEIGHTSYNC_HD_INLINE DeltaMode encode_block(const DeltaScanKernels& kernels,
                                             std::int64_t* num_bytes) {
     const DeltaParameters& parameters = *block.parameters;
     const int num_thresholds = block.is_absolute ? 0 : parameters.num_thresholds;
-    kernels.scan[static_cast<int>(kind)](old, current, block.place->block_elements(block.index),
-                                         parameters.thresholds, num_thresholds, &s->scan);
+    const std::int64_t num_elements = block.place->block_elements(block.index);
     const std::uint64_t first_byte =
         (block.place->start_element + static_cast<std::uint64_t>(block.first_element())) *
         static_cast<std::uint64_t>(DeltaElement<kind>::bytes);
-    const std::uint32_t count =
-        delta_find<kind>(old, current, *block.place, first_byte, block.word_shift, s, digest);
+    // In absolute mode a class means nothing, and there is but one.
+    if (num_thresholds == 0) std::memset(s->class_of, 0, sizeof(s->class_of));
+    delta_scan_begin(num_elements, num_thresholds, &s->scan);
+    std::uint32_t count = 0;
+    for (std::int64_t first = 0; first < num_elements; first += kDeltaPiece) {
+        const std::int64_t piece = std::min(kDeltaPiece, num_elements - first);
+        kernels.scan[static_cast<int>(kind)](old, current, first, piece, parameters.thresholds,
+                                             &s->scan);
+        count = delta_find<kind>(old, current, block.place->seed, first_byte, block.word_shift,
+                                 first / kDeltaChunk,
+                                 (first + piece + kDeltaChunk - 1) / kDeltaChunk, count, s, digest);
+    }
     *changed = count;
     *num_bytes = 0;
     if (count == 0) return DeltaMode::unchanged;
@@ -71,14 +82,26 @@ template <DeltaKind kind>
 WEIGHTSYNC_HD_INLINE std::uint64_t decode_block(const DeltaScanKernels& kernels,
                                                 const DeltaBlock& block, DeltaMode mode,
                                                 const DeltaBits& bits, const unsigned char* old,
-                                                DeltaScratch* s, DeltaOutput* out) {
-    if (mode == DeltaMode::absolute) return decode_absolute<kind>(block, bits, old, s, out);
+                                                std::uint64_t* old_digest, DeltaScratch* s,
+                                                DeltaOutput* out) {
     const DeltaParameters& parameters = *block.parameters;
     const std::int64_t num_elements = block.place->block_elements(block.index);
+    if (mode != DeltaMode::classes && old_digest != nullptr) {
+        *old_digest += delta_digest_part(*block.place, old, block.first_element(), 0, num_elements);
+    }
+    if (mode == DeltaMode::absolute) return decode_absolute<kind>(block, bits, old, s, out);
     DeltaClasses classes;
     if (mode == DeltaMode::classes) {
-        kernels.scan[static_cast<int>(kind)](old, nullptr, num_elements, parameters.thresholds,
-                                             parameters.num_thresholds, &s->scan);
+        delta_scan_begin(num_elements, parameters.num_thresholds, &s->scan);
+        for (std::int64_t first = 0; first < num_elements; first += kDeltaPiece) {
+            const std::int64_t piece = std::min(kDeltaPiece, num_elements - first);
+            if (old_digest != nullptr) {
+                *old_digest +=
+                    delta_digest_part(*block.place, old, block.first_element(), first, piece);
+            }
+            kernels.scan[static_cast<int>(kind)](old, nullptr, first, piece, parameters.thresholds,
+                                                 &s->scan);
+        }
         classes.count = parameters.num_thresholds + 1;
         for (int c = 0; c < classes.count; ++c) classes.size[c] = s->scan.class_size(c);
     } else {
@@ -100,8 +123,9 @@ DeltaMode encode_portable(const DeltaBlock& block, const unsigned char* old,
 
 template <DeltaKind kind>
 std::uint64_t decode_portable(const DeltaBlock& block, DeltaMode mode, const DeltaBits& bits,
-                              const unsigned char* old, DeltaScratch* s, DeltaOutput* out) {
-    return decode_block<kind>(delta_scan_portable(), block, mode, bits, old, s, out);
+                              const unsigned char* old, std::uint64_t* old_digest, DeltaScratch* s,
+                              DeltaOutput* out) {
+    return decode_block<kind>(delta_scan_portable(), block, mode, bits, old, old_digest, s, out);
 }
 
 constexpr DeltaKernels kPortable = {
@@ -126,8 +150,9 @@ WEIGHTSYNC_AVX2 DeltaMode encode_avx2(const DeltaBlock& block, const unsigned ch
 template <DeltaKind kind>
 WEIGHTSYNC_AVX2 std::uint64_t decode_avx2(const DeltaBlock& block, DeltaMode mode,
                                           const DeltaBits& bits, const unsigned char* old,
-                                          DeltaScratch* s, DeltaOutput* out) {
-    return decode_block<kind>(delta_scan_kernels(), block, mode, bits, old, s, out);
+                                          std::uint64_t* old_digest, DeltaScratch* s,
+                                          DeltaOutput* out) {
+    return decode_block<kind>(delta_scan_kernels(), block, mode, bits, old, old_digest, s, out);
 }
 
 constexpr DeltaKernels kAvx2 = {{encode_avx2<DeltaKind::bytes>, encode_avx2<DeltaKind::float8>,

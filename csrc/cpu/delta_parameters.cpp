@@ -10,7 +10,7 @@ namespace {
 
 constexpr std::int64_t kPiece = 1024;        // elements compared in a row
 constexpr std::int64_t kCounted = 128;       // of these, whose keys are counted all
-constexpr std::int64_t kPieceEvery = 16384;  // one piece in so many elements
+constexpr std::int64_t kPieceEvery = 32768;  // one piece in so many elements
 constexpr std::int64_t kWhole = 16384;       // a span up to here is looked at whole
 constexpr int kMaxBins = 48;
 constexpr double kClassBits = 16;  // counts of a class in a block

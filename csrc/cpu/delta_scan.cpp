@@ -39,84 +39,78 @@ struct PortableChunk {
     }
 };
 
+template <int num_thresholds>
 WEIGHTSYNC_HD_INLINE void keep_masks(const ChunkMasks& masks, std::uint64_t valid, bool has_new,
-                                     int num_thresholds, std::int64_t chunk, DeltaScan* scan) {
+                                     std::int64_t chunk, std::uint32_t* total, DeltaScan* scan) {
     scan->changed[chunk] = has_new ? ~masks.same & valid : 0;
     for (int t = 0; t < num_thresholds; ++t) {
         const std::uint64_t below = masks.below[t] & valid;
         scan->below[t + 1][chunk] = below;
-        scan->before[t + 1][chunk] = static_cast<std::uint16_t>(scan->total[t + 1]);
-        scan->total[t + 1] += static_cast<std::uint32_t>(__builtin_popcountll(below));
+        scan->before[t + 1][chunk] = static_cast<std::uint16_t>(total[t]);
+        total[t] += static_cast<std::uint32_t>(__builtin_popcountll(below));
     }
-    scan->below[num_thresholds + 1][chunk] = valid;
-    scan->before[num_thresholds + 1][chunk] = static_cast<std::uint16_t>(chunk * kDeltaChunk);
 }
 
 template <DeltaKind kind, template <DeltaKind> class Chunk, int num_thresholds>
 WEIGHTSYNC_HD_INLINE void scan_chunks(const unsigned char* old, const unsigned char* current,
-                                      std::int64_t num_elements, const std::uint8_t* thresholds,
-                                      DeltaScan* scan) {
+                                      std::int64_t first, std::int64_t count,
+                                      const std::uint8_t* thresholds, DeltaScan* scan) {
     constexpr std::int64_t chunk_bytes = kDeltaChunk * DeltaElement<kind>::bytes;
-    const std::int64_t whole = num_elements / kDeltaChunk;
-    for (std::int64_t chunk = 0; chunk < whole; ++chunk) {
+    std::uint32_t total[kDeltaThresholds] = {};
+    for (int t = 0; t < num_thresholds; ++t) total[t] = scan->total[t + 1];
+    const std::int64_t end = (first + count) / kDeltaChunk;
+    for (std::int64_t chunk = first / kDeltaChunk; chunk < end; ++chunk) {
         ChunkMasks masks{};
         Chunk<kind>::template look<num_thresholds>(
             old + chunk * chunk_bytes, current == nullptr ? nullptr : current + chunk * chunk_bytes,
             thresholds, &masks);
-        keep_masks(masks, ~std::uint64_t{0}, current != nullptr, num_thresholds, chunk, scan);
+        keep_masks<num_thresholds>(masks, ~std::uint64_t{0}, current != nullptr, chunk, total,
+                                   scan);
     }
-    const std::int64_t rest = num_elements - whole * kDeltaChunk;
+    const std::int64_t rest = first + count - end * kDeltaChunk;
     if (rest > 0) {  // a copy, so that nothing beyond the end is read
         unsigned char padded[2][chunk_bytes] = {};
         const auto rest_bytes = static_cast<std::size_t>(rest * DeltaElement<kind>::bytes);
-        std::memcpy(padded[0], old + whole * chunk_bytes, rest_bytes);
-        if (current != nullptr) std::memcpy(padded[1], current + whole * chunk_bytes, rest_bytes);
+        std::memcpy(padded[0], old + end * chunk_bytes, rest_bytes);
+        if (current != nullptr) std::memcpy(padded[1], current + end * chunk_bytes, rest_bytes);
         ChunkMasks masks{};
         Chunk<kind>::template look<num_thresholds>(padded[0], padded[1], thresholds, &masks);
-        keep_masks(masks, (std::uint64_t{1} << rest) - 1, current != nullptr, num_thresholds, whole,
-                   scan);
+        keep_masks<num_thresholds>(masks, (std::uint64_t{1} << rest) - 1, current != nullptr, end,
+                                   total, scan);
     }
+    for (int t = 0; t < num_thresholds; ++t) scan->total[t + 1] = total[t];
 }
 
 template <DeltaKind kind, template <DeltaKind> class Chunk>
-WEIGHTSYNC_HD_INLINE void scan_block(const unsigned char* old, const unsigned char* current,
-                                     std::int64_t num_elements, const std::uint8_t* thresholds,
-                                     int num_thresholds, DeltaScan* scan) {
-    scan->num_elements = num_elements;
-    scan->num_chunks = (num_elements + kDeltaChunk - 1) / kDeltaChunk;
-    scan->num_thresholds = num_thresholds;
-    const auto chunks = static_cast<std::size_t>(scan->num_chunks);
-    std::memset(scan->below[0], 0, chunks * sizeof(std::uint64_t));
-    std::memset(scan->before[0], 0, chunks * sizeof(std::uint16_t));
-    std::fill(scan->total, scan->total + kDeltaClasses + 1, 0u);
-    scan->total[num_thresholds + 1] = static_cast<std::uint32_t>(num_elements);
-    switch (num_thresholds) {
+WEIGHTSYNC_HD_INLINE void scan_piece(const unsigned char* old, const unsigned char* current,
+                                     std::int64_t first, std::int64_t count,
+                                     const std::uint8_t* thresholds, DeltaScan* scan) {
+    switch (scan->num_thresholds) {
         case 0:
-            scan_chunks<kind, Chunk, 0>(old, current, num_elements, thresholds, scan);
+            scan_chunks<kind, Chunk, 0>(old, current, first, count, thresholds, scan);
             break;
         case 1:
-            scan_chunks<kind, Chunk, 1>(old, current, num_elements, thresholds, scan);
+            scan_chunks<kind, Chunk, 1>(old, current, first, count, thresholds, scan);
             break;
         case 2:
-            scan_chunks<kind, Chunk, 2>(old, current, num_elements, thresholds, scan);
+            scan_chunks<kind, Chunk, 2>(old, current, first, count, thresholds, scan);
             break;
         case 3:
-            scan_chunks<kind, Chunk, 3>(old, current, num_elements, thresholds, scan);
+            scan_chunks<kind, Chunk, 3>(old, current, first, count, thresholds, scan);
             break;
         case 4:
-            scan_chunks<kind, Chunk, 4>(old, current, num_elements, thresholds, scan);
+            scan_chunks<kind, Chunk, 4>(old, current, first, count, thresholds, scan);
             break;
         default:
-            scan_chunks<kind, Chunk, 5>(old, current, num_elements, thresholds, scan);
+            scan_chunks<kind, Chunk, 5>(old, current, first, count, thresholds, scan);
             break;
     }
 }
 
 template <DeltaKind kind>
-void scan_portable(const unsigned char* old, const unsigned char* current,
-                   std::int64_t num_elements, const std::uint8_t* thresholds, int num_thresholds,
-                   DeltaScan* scan) {
-    scan_block<kind, PortableChunk>(old, current, num_elements, thresholds, num_thresholds, scan);
+void scan_portable(const unsigned char* old, const unsigned char* current, std::int64_t first,
+                   std::int64_t count, const std::uint8_t* thresholds, DeltaScan* scan) {
+    scan_piece<kind, PortableChunk>(old, current, first, count, thresholds, scan);
 }
 
 struct SelectPortable {
@@ -254,9 +248,9 @@ struct VectorChunk {
 
 template <DeltaKind kind>
 WEIGHTSYNC_AVX2 void scan_avx2(const unsigned char* old, const unsigned char* current,
-                               std::int64_t num_elements, const std::uint8_t* thresholds,
-                               int num_thresholds, DeltaScan* scan) {
-    scan_block<kind, VectorChunk>(old, current, num_elements, thresholds, num_thresholds, scan);
+                               std::int64_t first, std::int64_t count,
+                               const std::uint8_t* thresholds, DeltaScan* scan) {
+    scan_piece<kind, VectorChunk>(old, current, first, count, thresholds, scan);
 }
 
 struct SelectDeposit {
@@ -272,6 +266,25 @@ WEIGHTSYNC_AVX2 void locate_avx2(const DeltaScan& scan, int c, const std::uint32
 #endif
 
 }  // namespace
+
+void delta_scan_begin(std::int64_t num_elements, int num_thresholds, DeltaScan* scan) {
+    scan->num_elements = num_elements;
+    scan->num_chunks = (num_elements + kDeltaChunk - 1) / kDeltaChunk;
+    scan->num_thresholds = num_thresholds;
+    std::uint64_t* all = scan->below[num_thresholds + 1];
+    std::uint16_t* before = scan->before[num_thresholds + 1];
+    for (std::int64_t chunk = 0; chunk < scan->num_chunks; ++chunk) {
+        scan->below[0][chunk] = 0;
+        scan->before[0][chunk] = 0;
+        all[chunk] = ~std::uint64_t{0};
+        before[chunk] = static_cast<std::uint16_t>(chunk * kDeltaChunk);
+    }
+    if (num_elements % kDeltaChunk != 0) {
+        all[scan->num_chunks - 1] = (std::uint64_t{1} << (num_elements % kDeltaChunk)) - 1;
+    }
+    std::fill(scan->total, scan->total + kDeltaClasses + 1, 0u);
+    scan->total[num_thresholds + 1] = static_cast<std::uint32_t>(num_elements);
+}
 
 const DeltaScanKernels& delta_scan_portable() {
     static const DeltaScanKernels kernels = {

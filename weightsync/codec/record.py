@@ -67,10 +67,10 @@ def seal(front: Bytes, dense: Bytes, element_bytes: int) -> bytes:
     record = np.zeros(front.size + (len(stored) + 7) // 8 * 8, dtype=np.uint8)
     record[: front.size] = front
     record[front.size : front.size + len(stored)] = np.frombuffer(stored, dtype=np.uint8)
-    struct.pack_into("<B", record, _DENSE_CODING_AT, coding)
-    struct.pack_into("<I", record, _DENSE_BYTES_AT, len(stored))
+    struct.pack_into("<B", record.data, _DENSE_CODING_AT, coding)
+    struct.pack_into("<I", record.data, _DENSE_BYTES_AT, len(stored))
     checksum = native_delta.checksum(record.ctypes.data, record.size)
-    struct.pack_into("<Q", record, _CHECKSUM_AT, checksum)
+    struct.pack_into("<Q", record.data, _CHECKSUM_AT, checksum)
     return record.tobytes()
 
 

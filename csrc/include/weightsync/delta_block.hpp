@@ -182,16 +182,18 @@ WEIGHTSYNC_HD_INLINE void delta_store(unsigned char* ptr, std::int64_t i, std::u
 
 // --- encoding ---
 
-// Changes of the scanned block in order of position, into found_*; returns their number.
+// Appends the changes in chunks [chunk, end) of the scan, in order of position, to `count` of
+// found_*; returns the new count.
 template <DeltaKind kind>
 WEIGHTSYNC_HD_INLINE std::uint32_t delta_find(const unsigned char* old,
-                                              const unsigned char* current, const DeltaPlace& place,
+                                              const unsigned char* current, std::uint64_t seed,
                                               std::uint64_t first_byte, int word_shift,
-                                              DeltaScratch* s, std::uint64_t* digest) {
+                                              std::int64_t chunk, std::int64_t end,
+                                              std::uint32_t count, DeltaScratch* s,
+                                              std::uint64_t* digest) {
     using Element = DeltaElement<kind>;
-    std::uint32_t count = 0;
     std::uint64_t sum = 0;
-    for (std::int64_t chunk = 0; chunk < s->scan.num_chunks; ++chunk) {
+    for (; chunk < end; ++chunk) {
         for (std::uint64_t mask = s->scan.changed[chunk]; mask != 0; mask &= mask - 1) {
             const int bit = __builtin_ctzll(mask);
             const std::int64_t position = chunk * kDeltaChunk + bit;
@@ -210,7 +212,7 @@ WEIGHTSYNC_HD_INLINE std::uint32_t delta_find(const unsigned char* old,
                                      static_cast<std::uint32_t>(__builtin_popcountll(earlier));
             ++count;
             sum += delta_digest_term(
-                place.seed, first_byte + static_cast<std::uint64_t>(position * Element::bytes),
+                seed, first_byte + static_cast<std::uint64_t>(position * Element::bytes),
                 word_shift, from, to);
         }
     }

@@ -21,10 +21,12 @@ using DeltaEncodeBlock = DeltaMode (*)(const DeltaBlock& block, const unsigned c
                                        std::uint64_t* digest, std::uint32_t* changed,
                                        std::int64_t* num_bytes);
 
-// Appends what a sparse block changes; returns what that adds to the digest.
+// Appends what a sparse block changes; returns what that adds to the digest. `old_digest`, if not
+// null, grows by the digest of the block as it is.
 using DeltaDecodeBlock = std::uint64_t (*)(const DeltaBlock& block, DeltaMode mode,
                                            const DeltaBits& bits, const unsigned char* old,
-                                           DeltaScratch* s, DeltaOutput* out);
+                                           std::uint64_t* old_digest, DeltaScratch* s,
+                                           DeltaOutput* out);
 
 struct DeltaKernels {
     DeltaEncodeBlock encode[4];  // by kind

@@ -21,18 +21,26 @@ struct DeltaScan {
     std::uint32_t class_size(int c) const { return total[c + 1] - total[c]; }
 };
 
-// Fills the scan of `num_elements` <= kDeltaBlock elements; `current` may be null (nothing
-// changed). Thresholds rise; a key below threshold t counts there.
-using DeltaScanBlock = void (*)(const unsigned char* old, const unsigned char* current,
-                                std::int64_t num_elements, const std::uint8_t* thresholds,
-                                int num_thresholds, DeltaScan* scan);
+// Readies a scan of `num_elements` <= kDeltaBlock elements.
+void delta_scan_begin(std::int64_t num_elements, int num_thresholds, DeltaScan* scan);
+
+// A block is scanned in pieces, in order: whoever asks for the next one works on the last while it
+// is in the nearest cache, and while memory fetches ahead.
+inline constexpr std::int64_t kDeltaPiece = 2048;
+
+// Scans elements [first, first + count) of the block at `old`; `first` is a multiple of kDeltaPiece
+// and `count` too, but at the block's end. `current` may be null (nothing changed). Thresholds
+// rise; a key below threshold t counts there.
+using DeltaScanPiece = void (*)(const unsigned char* old, const unsigned char* current,
+                                std::int64_t first, std::int64_t count,
+                                const std::uint8_t* thresholds, DeltaScan* scan);
 
 // Positions of `count` rising numbers of class c, each < class_size(c).
 using DeltaLocate = void (*)(const DeltaScan& scan, int c, const std::uint32_t* numbers,
                              std::int64_t count, std::uint32_t* positions);
 
 struct DeltaScanKernels {
-    DeltaScanBlock scan[4];  // by kind
+    DeltaScanPiece scan[4];  // by kind
     DeltaLocate locate;
     const char* name;
 };

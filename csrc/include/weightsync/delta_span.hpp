@@ -50,7 +50,12 @@ WEIGHTSYNC_HD_INLINE std::uint64_t delta_digest_term(std::uint64_t seed, std::ui
            (digest_word_factor(word) * change);
 }
 
-// From a sample of both versions: 1,024 elements in every 16,384 (a 16,384-element span or less is
+// What elements [first, first + count) of a block add to the tensor's digest; the block is at
+// `data` and begins at element `block_start` of the span.
+std::uint64_t delta_digest_part(const DeltaPlace& place, const unsigned char* data,
+                                std::int64_t block_start, std::int64_t first, std::int64_t count);
+
+// From a sample of both versions: 1,024 elements in every 32,768 (a 16,384-element span or less is
 // looked at whole). Host maths on integer counts, so every encoder finds the same.
 DeltaParameters delta_parameters(const DeltaPlace& place, const unsigned char* old,
                                  const unsigned char* current);
