@@ -24,7 +24,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
         "weightsync.session_leader", "weightsync.session_rank", "weightsync.control",
         "weightsync.messages", "weightsync.http_wire", "weightsync.report", "weightsync.options",
     ),
-    ("weightsync.transports",),
+    ("weightsync.transports", "weightsync.store"),
     (
         "weightsync.binding", "weightsync.plan", "weightsync.bucket", "weightsync.layout",
         "weightsync.manifest", "weightsync.coverage", "weightsync.digest", "weightsync.tables",

@@ -61,6 +61,18 @@ def read_header(record: Bytes, place: Place) -> Header:
     return header
 
 
+def record_bytes(header: bytes) -> tuple[int, int]:
+    """Length of the whole record, and its first element, from the first 64 bytes of it.
+
+    Nothing else is checked here. Raises :class:`IntegrityError` if they are too few.
+    """
+    if len(header) != HEADER_BYTES:
+        raise IntegrityError(f"a record's header of {len(header)} bytes, expected {HEADER_BYTES}")
+    h = Header(*_HEADER.unpack(header))
+    front = HEADER_BYTES + h.num_thresholds + 2 * h.num_typical + h.index_bytes + h.sparse_bytes
+    return (front + 7) // 8 * 8 + (h.dense_bytes + 7) // 8 * 8, h.start_element
+
+
 def seal(front: Bytes, dense: Bytes, element_bytes: int) -> bytes:
     """A whole record from what the core wrote and the elements of its dense blocks."""
     coding, stored = _pack_dense(dense, element_bytes)
