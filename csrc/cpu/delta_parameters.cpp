@@ -14,6 +14,8 @@ constexpr std::int64_t kPieceEvery = 32768;  // one piece in so many elements
 constexpr std::int64_t kWhole = 16384;       // a span up to here is looked at whole
 constexpr int kMaxBins = 48;
 constexpr double kClassBits = 16;  // counts of a class in a block
+// Every threshold costs encoder and decoder a look at all elements: it must be worth this much.
+constexpr double kClassWorth = 0.98;
 
 struct Sample {
     std::uint32_t all[256] = {};
@@ -155,7 +157,7 @@ void choose_thresholds(const std::vector<Bin>& bins, double class_bits, DeltaPar
                 }
             }
         }
-        if (best[c].back() < best[classes].back()) classes = c;
+        if (best[c].back() < best[classes].back() * kClassWorth) classes = c;
     }
     out->num_thresholds = classes;
     int end = n;

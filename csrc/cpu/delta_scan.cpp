@@ -42,10 +42,10 @@ struct PortableChunk {
 template <int num_thresholds>
 WEIGHTSYNC_HD_INLINE void keep_masks(const ChunkMasks& masks, std::uint64_t valid, bool has_new,
                                      std::int64_t chunk, std::uint32_t* total, DeltaScan* scan) {
-    scan->changed[chunk] = has_new ? ~masks.same & valid : 0;
+    scan->masks[chunk][kDeltaChangedRow] = has_new ? ~masks.same & valid : 0;
     for (int t = 0; t < num_thresholds; ++t) {
         const std::uint64_t below = masks.below[t] & valid;
-        scan->below[t + 1][chunk] = below;
+        scan->masks[chunk][t + 1] = below;
         scan->before[t + 1][chunk] = static_cast<std::uint16_t>(total[t]);
         total[t] += static_cast<std::uint32_t>(__builtin_popcountll(below));
     }
@@ -113,38 +113,30 @@ void scan_portable(const unsigned char* old, const unsigned char* current, std::
     scan_piece<kind, PortableChunk>(old, current, first, count, thresholds, scan);
 }
 
-struct SelectPortable {
-    static int bit(std::uint64_t mask, std::uint32_t rank) {
-        for (; rank > 0; --rank) mask &= mask - 1;
-        return __builtin_ctzll(mask);
-    }
-};
-
-template <typename Select>
-WEIGHTSYNC_HD_INLINE void locate_numbers(const DeltaScan& scan, int c, const std::uint32_t* numbers,
-                                         std::int64_t count, std::uint32_t* positions) {
-    const std::uint64_t* low = scan.below[c];
-    const std::uint64_t* high = scan.below[c + 1];
-    const std::uint16_t* before_low = scan.before[c];
-    const std::uint16_t* before_high = scan.before[c + 1];
-    const std::int64_t last = scan.num_chunks - 1;
-    std::int64_t chunk = 0;
-    for (std::int64_t i = 0; i < count; ++i) {
-        const std::uint32_t number = numbers[i];
-        while (chunk < last && static_cast<std::uint32_t>(before_high[chunk + 1] -
-                                                          before_low[chunk + 1]) <= number) {
-            ++chunk;
-        }
-        const auto rank =
-            number - static_cast<std::uint32_t>(before_high[chunk] - before_low[chunk]);
-        const int bit = Select::bit(high[chunk] & ~low[chunk], rank);
-        positions[i] = static_cast<std::uint32_t>(chunk * kDeltaChunk + bit);
-    }
+int select_bit(std::uint64_t mask, std::uint32_t rank) {
+    for (; rank > 0; --rank) mask &= mask - 1;
+    return __builtin_ctzll(mask);
 }
 
 void locate_portable(const DeltaScan& scan, int c, const std::uint32_t* numbers, std::int64_t count,
                      std::uint32_t* positions) {
-    locate_numbers<SelectPortable>(scan, c, numbers, count, positions);
+    const std::uint16_t* before_low = scan.before[c];
+    const std::uint16_t* before_high = scan.before[c + 1];
+    const std::int64_t last = scan.num_chunks - 1;
+    for (std::int64_t i = 0; i < count; ++i) {
+        const std::uint32_t number = numbers[i];
+        // The last chunk with no more members before it than `number`.
+        std::int64_t chunk = 0;
+        for (std::int64_t step = kDeltaChunks / 2; step > 0; step /= 2) {
+            const std::int64_t next = std::min(chunk + step, last);
+            const auto before = static_cast<std::uint32_t>(before_high[next] - before_low[next]);
+            chunk = before <= number ? next : chunk;
+        }
+        const auto rank =
+            number - static_cast<std::uint32_t>(before_high[chunk] - before_low[chunk]);
+        const int bit = select_bit(scan.masks[chunk][c + 1] & ~scan.masks[chunk][c], rank);
+        positions[i] = static_cast<std::uint32_t>(chunk * kDeltaChunk + bit);
+    }
 }
 
 #if defined(__x86_64__)
@@ -253,37 +245,65 @@ WEIGHTSYNC_AVX2 void scan_avx2(const unsigned char* old, const unsigned char* cu
     scan_piece<kind, VectorChunk>(old, current, first, count, thresholds, scan);
 }
 
-struct SelectDeposit {
-    WEIGHTSYNC_AVX2 static int bit(std::uint64_t mask, std::uint32_t rank) {
-        return __builtin_ctzll(_pdep_u64(std::uint64_t{1} << (rank & 63), mask));
-    }
-};
+// Entries of 32 rising ones that are at most `number` (as 16-bit lanes of `wanted`).
+WEIGHTSYNC_AVX2 inline int count_up_to(const std::uint16_t* entries, __m256i wanted) {
+    const auto* vectors = reinterpret_cast<const __m256i*>(entries);
+    const __m256i low = _mm256_load_si256(vectors);
+    const __m256i high = _mm256_load_si256(vectors + 1);
+    const __m256i fits =
+        _mm256_packs_epi16(_mm256_cmpeq_epi16(_mm256_max_epu16(low, wanted), wanted),
+                           _mm256_cmpeq_epi16(_mm256_max_epu16(high, wanted), wanted));
+    return __builtin_popcount(static_cast<std::uint32_t>(_mm256_movemask_epi8(fits)));
+}
 
+// Two looks at 32 entries each instead of ten halvings.
 WEIGHTSYNC_AVX2 void locate_avx2(const DeltaScan& scan, int c, const std::uint32_t* numbers,
                                  std::int64_t count, std::uint32_t* positions) {
-    locate_numbers<SelectDeposit>(scan, c, numbers, count, positions);
+    // Members before each chunk. Behind the last chunk: more than any number, for only a whole
+    // block has a number that large, and that has no chunk behind the last.
+    alignas(32) std::uint16_t before[kDeltaChunks];
+    alignas(32) std::uint16_t coarse[32];
+    for (std::int64_t chunk = 0; chunk < scan.num_chunks; ++chunk) {
+        before[chunk] =
+            static_cast<std::uint16_t>(scan.before[c + 1][chunk] - scan.before[c][chunk]);
+    }
+    for (std::int64_t chunk = scan.num_chunks; chunk < kDeltaChunks; ++chunk) {
+        before[chunk] = 0xFFFF;
+    }
+    for (std::int64_t i = 0; i < 32; ++i) coarse[i] = before[32 * i];
+    for (std::int64_t i = 0; i < count; ++i) {
+        const __m256i wanted = _mm256_set1_epi16(static_cast<short>(numbers[i]));
+        const std::int64_t group = count_up_to(coarse, wanted) - 1;
+        const std::int64_t chunk = 32 * group + count_up_to(before + 32 * group, wanted) - 1;
+        const std::uint64_t rank = numbers[i] - std::uint32_t{before[chunk]};
+        const std::uint64_t members = scan.masks[chunk][c + 1] & ~scan.masks[chunk][c];
+        const auto bit = __builtin_ctzll(_pdep_u64(std::uint64_t{1} << (rank & 63), members));
+        positions[i] = static_cast<std::uint32_t>(chunk * kDeltaChunk + bit);
+    }
 }
 #endif
 
 }  // namespace
 
 void delta_scan_begin(std::int64_t num_elements, int num_thresholds, DeltaScan* scan) {
+    std::fill(scan->total, scan->total + kDeltaClasses + 1, 0u);
+    scan->total[num_thresholds + 1] = static_cast<std::uint32_t>(num_elements);
+    // The first and the last row are those of the block before, nearly always.
+    if (scan->num_elements == num_elements && scan->num_thresholds == num_thresholds) return;
     scan->num_elements = num_elements;
     scan->num_chunks = (num_elements + kDeltaChunk - 1) / kDeltaChunk;
     scan->num_thresholds = num_thresholds;
-    std::uint64_t* all = scan->below[num_thresholds + 1];
     std::uint16_t* before = scan->before[num_thresholds + 1];
     for (std::int64_t chunk = 0; chunk < scan->num_chunks; ++chunk) {
-        scan->below[0][chunk] = 0;
+        scan->masks[chunk][0] = 0;
         scan->before[0][chunk] = 0;
-        all[chunk] = ~std::uint64_t{0};
+        scan->masks[chunk][num_thresholds + 1] = ~std::uint64_t{0};
         before[chunk] = static_cast<std::uint16_t>(chunk * kDeltaChunk);
     }
     if (num_elements % kDeltaChunk != 0) {
-        all[scan->num_chunks - 1] = (std::uint64_t{1} << (num_elements % kDeltaChunk)) - 1;
+        scan->masks[scan->num_chunks - 1][num_thresholds + 1] =
+            (std::uint64_t{1} << (num_elements % kDeltaChunk)) - 1;
     }
-    std::fill(scan->total, scan->total + kDeltaClasses + 1, 0u);
-    scan->total[num_thresholds + 1] = static_cast<std::uint32_t>(num_elements);
 }
 
 const DeltaScanKernels& delta_scan_portable() {

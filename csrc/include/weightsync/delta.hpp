@@ -88,23 +88,24 @@ struct DeltaElement {
     // A bijection that orders bit patterns as values; -0 lies just below +0.
     WEIGHTSYNC_HD_INLINE static std::uint32_t ordered(std::uint32_t u) {
         if (kind == DeltaKind::bytes) return u;
-        return (u & sign) ? ~u & mask : u | sign;
+        // Negative: all bits flipped; else the top one. Signs are random, so no branch.
+        return (u ^ (sign | (0u - (u >> (bits - 1))))) & mask;
     }
     WEIGHTSYNC_HD_INLINE static std::uint32_t unordered(std::uint32_t m) {
         if (kind == DeltaKind::bytes) return m;
-        return (m & sign) ? m & ~sign : ~m & mask;
+        return (m ^ (sign | ((m >> (bits - 1)) - 1u))) & mask;
     }
     // |step| from old to new, 1 .. 2^(bits-1), the shorter way round; `down` is its sign.
     WEIGHTSYNC_HD_INLINE static std::uint32_t step(std::uint32_t from, std::uint32_t to,
                                                    std::uint32_t* down) {
         const std::uint32_t up = (ordered(to) - ordered(from)) & mask;
-        *down = up >= sign ? 1 : 0;
-        return *down ? (0u - up) & mask : up;
+        *down = up >> (bits - 1);
+        return ((up ^ (0u - *down)) + *down) & mask;
     }
     WEIGHTSYNC_HD_INLINE static std::uint32_t stepped(std::uint32_t from, std::uint32_t magnitude,
                                                       std::uint32_t down) {
         const std::uint32_t m = ordered(from);
-        return unordered((down ? m - magnitude : m + magnitude) & mask);
+        return unordered((m + ((magnitude ^ (0u - down)) + down)) & mask);
     }
 };
 

@@ -18,21 +18,34 @@
 
 namespace weightsync {
 
+struct DeltaChange {
+    std::uint32_t position;  // in the block
+    std::uint32_t number;    // in its class, or the position
+    std::uint32_t magnitude;
+    std::uint8_t class_index;
+    std::uint8_t down;
+    std::uint16_t unused;
+};
+static_assert(sizeof(DeltaChange) == 16);
+
+// Arrays have lengths that are no multiple of a page, so that equal indices do not meet in one set
+// of a cache.
 struct DeltaScratch {
     DeltaScan scan;
-    std::uint32_t position[kDeltaBlock];  // of changes, in the order they are coded
-    std::uint32_t magnitude[kDeltaBlock];
-    std::uint32_t number[kDeltaBlock];
-    std::uint32_t gaps[kDeltaBlock];
-    std::uint32_t exception[kDeltaBlock];  // its place among the changes of its class
-    std::uint32_t exception_gaps[kDeltaBlock];
-    std::uint64_t folded[kDeltaBlock];
-    std::uint32_t found_position[kDeltaBlock];
-    std::uint32_t found_number[kDeltaBlock];
-    std::uint32_t found_magnitude[kDeltaBlock];
-    std::uint8_t found_class[kDeltaBlock];
-    std::uint8_t found_down[kDeltaBlock];
-    std::uint8_t down[kDeltaBlock];
+    // Encoding: positions, then changes in order of position, then in the order they are coded.
+    std::uint32_t found_position[kDeltaBlock + 16];
+    DeltaChange found[kDeltaBlock + 16];
+    DeltaChange change[kDeltaBlock + 16];
+    // Decoding, in the order they are coded.
+    std::uint32_t position[kDeltaBlock + 48];
+    std::uint32_t magnitude[kDeltaBlock + 48];
+    std::uint32_t number[kDeltaBlock + 48];
+    std::uint8_t down[kDeltaBlock + 192];
+    // Both. An exception is a place among the changes of its class.
+    std::uint32_t gaps[kDeltaBlock + 48];
+    std::uint32_t exception[kDeltaBlock + 48];
+    std::uint32_t exception_gaps[kDeltaBlock + 48];
+    std::uint64_t folded[kDeltaBlock + 24];
     unsigned char coded[(std::size_t{1} << 20) + 64];
     std::uint8_t class_of[256];  // by key
 };
@@ -54,20 +67,22 @@ struct DeltaNumbers {
     }
 };
 
+// `stride` is that of `listed`, in words.
+template <int stride>
 WEIGHTSYNC_HD_INLINE void delta_gaps_of(const std::uint32_t* listed, std::uint32_t count,
                                         std::uint32_t size, std::uint32_t* gaps) {
     if (!DeltaNumbers::is_inverted(count, size)) {
         std::uint32_t next = 0;
         for (std::uint32_t i = 0; i < count; ++i) {
-            gaps[i] = listed[i] - next;
-            next = listed[i] + 1;
+            gaps[i] = listed[stride * i] - next;
+            next = listed[stride * i] + 1;
         }
         return;
     }
     std::uint32_t next = 0;
     std::uint32_t i = 0;
     for (std::uint32_t number = 0; number < size; ++number) {
-        if (i < count && listed[i] == number) {
+        if (i < count && listed[stride * i] == number) {
             ++i;
         } else {
             *gaps++ = number - next;
@@ -76,16 +91,48 @@ WEIGHTSYNC_HD_INLINE void delta_gaps_of(const std::uint32_t* listed, std::uint32
     }
 }
 
+// Several codes a turn: the writer is a chain of dependent steps.
 WEIGHTSYNC_HD_INLINE void delta_put_low(DeltaBitWriter* writer, const std::uint32_t* gaps,
                                         const DeltaNumbers& numbers) {
-    if (numbers.rice == 0) return;
-    const std::uint32_t mask = (1u << numbers.rice) - 1;
-    for (std::uint32_t i = 0; i < numbers.count; ++i) writer->put(gaps[i] & mask, numbers.rice);
+    const int k = numbers.rice;
+    if (k == 0) return;
+    const std::uint64_t mask = (std::uint64_t{1} << k) - 1;
+    std::uint32_t i = 0;
+    for (; i + 3 <= numbers.count; i += 3) {
+        const std::uint64_t first = gaps[i] & mask;
+        const std::uint64_t second = gaps[i + 1] & mask;
+        const std::uint64_t third = gaps[i + 2] & mask;
+        writer->put(first | second << k | third << (2 * k), 3 * k);
+    }
+    for (; i < numbers.count; ++i) writer->put(gaps[i] & mask, k);
 }
 
 WEIGHTSYNC_HD_INLINE void delta_put_high(DeltaBitWriter* writer, const std::uint32_t* gaps,
                                          const DeltaNumbers& numbers) {
-    for (std::uint32_t i = 0; i < numbers.count; ++i) writer->put_unary(gaps[i] >> numbers.rice);
+    std::uint32_t i = 0;
+    for (; i + 2 <= numbers.count; i += 2) {
+        const std::uint64_t first = gaps[i] >> numbers.rice;
+        const std::uint64_t second = gaps[i + 1] >> numbers.rice;
+        if (first + second > 50) {
+            writer->put_unary(first);
+            writer->put_unary(second);
+        } else {
+            const std::uint64_t bits = std::uint64_t{1} | std::uint64_t{2} << second;
+            writer->put(bits << first, static_cast<int>(first + second) + 2);
+        }
+    }
+    if (i < numbers.count) writer->put_unary(gaps[i] >> numbers.rice);
+}
+
+WEIGHTSYNC_HD_INLINE void delta_put_signs(DeltaBitWriter* writer, const DeltaChange* changes,
+                                          std::uint32_t count) {
+    std::uint32_t i = 0;
+    for (; i + 8 <= count; i += 8) {
+        std::uint64_t bits = 0;
+        for (std::uint32_t j = 0; j < 8; ++j) bits |= std::uint64_t{changes[i + j].down} << j;
+        writer->put(bits, 8);
+    }
+    for (; i < count; ++i) writer->put(changes[i].down, 1);
 }
 
 // The inverse of delta_gaps_of and both planes: writes `listed` numbers; `high` moves on.
@@ -135,13 +182,13 @@ WEIGHTSYNC_HD_INLINE void delta_take_numbers(const DeltaBits& bits, std::uint64_
 }
 
 // The order that codes values of these bit lengths in the fewest bits; `lengths[b]` values of b
-// bits.
-WEIGHTSYNC_HD_INLINE int delta_golomb_order(const std::uint32_t* lengths) {
+// bits, none of more than `longest`.
+WEIGHTSYNC_HD_INLINE int delta_golomb_order(const std::uint32_t* lengths, int longest) {
     int best = 0;
     std::uint64_t fewest = ~std::uint64_t{0};
-    for (int order = 0; order <= 15; ++order) {
+    for (int order = 0; order <= std::min(longest, 15); ++order) {
         std::uint64_t total = 0;
-        for (int b = 0; b <= 33; ++b) {
+        for (int b = 0; b <= longest; ++b) {
             const int one = b <= order ? order + 1 : 2 * b - order;
             total += std::uint64_t{lengths[b]} * static_cast<std::uint64_t>(one);
         }
@@ -182,6 +229,30 @@ WEIGHTSYNC_HD_INLINE void delta_store(unsigned char* ptr, std::int64_t i, std::u
 
 // --- encoding ---
 
+// Positions of the bits of chunks [chunk, end) of the scan to out; returns their number. Two a
+// chunk are written whether they are there or not, since which chunk has how many cannot be
+// foretold; `out` has room for two more.
+WEIGHTSYNC_HD_INLINE std::uint32_t delta_flatten(const DeltaScan& scan, std::int64_t chunk,
+                                                 std::int64_t end, std::uint32_t* out) {
+    constexpr std::uint64_t top = std::uint64_t{1} << 63;  // counting zeros of nothing is undefined
+    std::uint32_t total = 0;
+    for (; chunk < end; ++chunk) {
+        std::uint64_t mask = scan.masks[chunk][kDeltaChangedRow];
+        const auto count = static_cast<std::uint32_t>(__builtin_popcountll(mask));
+        const auto base = static_cast<std::uint32_t>(chunk * kDeltaChunk);
+        std::uint32_t* next = out + total;
+        total += count;
+        next[0] = base + static_cast<std::uint32_t>(__builtin_ctzll(mask | top));
+        mask &= mask - 1;
+        next[1] = base + static_cast<std::uint32_t>(__builtin_ctzll(mask | top));
+        mask &= mask - 1;
+        for (next += 2; mask != 0; mask &= mask - 1) {
+            *next++ = base + static_cast<std::uint32_t>(__builtin_ctzll(mask));
+        }
+    }
+    return total;
+}
+
 // Appends the changes in chunks [chunk, end) of the scan, in order of position, to `count` of
 // found_*; returns the new count.
 template <DeltaKind kind>
@@ -192,29 +263,31 @@ WEIGHTSYNC_HD_INLINE std::uint32_t delta_find(const unsigned char* old,
                                               std::uint32_t count, DeltaScratch* s,
                                               std::uint64_t* digest) {
     using Element = DeltaElement<kind>;
+    const std::uint32_t stop =
+        count + delta_flatten(s->scan, chunk, end, s->found_position + count);
     std::uint64_t sum = 0;
-    for (; chunk < end; ++chunk) {
-        for (std::uint64_t mask = s->scan.changed[chunk]; mask != 0; mask &= mask - 1) {
-            const int bit = __builtin_ctzll(mask);
-            const std::int64_t position = chunk * kDeltaChunk + bit;
-            const std::uint32_t from = delta_load<Element::bytes>(old, position);
-            const std::uint32_t to = delta_load<Element::bytes>(current, position);
-            const int c = s->class_of[Element::key(from)];
-            const std::uint64_t members = s->scan.below[c + 1][chunk] & ~s->scan.below[c][chunk];
-            const std::uint64_t earlier = members & ((std::uint64_t{1} << bit) - 1);
-            std::uint32_t down = 0;
-            s->found_magnitude[count] = Element::step(from, to, &down);
-            s->found_down[count] = static_cast<std::uint8_t>(down);
-            s->found_class[count] = static_cast<std::uint8_t>(c);
-            s->found_position[count] = static_cast<std::uint32_t>(position);
-            s->found_number[count] = static_cast<std::uint32_t>(s->scan.before[c + 1][chunk] -
-                                                                s->scan.before[c][chunk]) +
-                                     static_cast<std::uint32_t>(__builtin_popcountll(earlier));
-            ++count;
-            sum += delta_digest_term(
-                seed, first_byte + static_cast<std::uint64_t>(position * Element::bytes),
-                word_shift, from, to);
-        }
+    for (; count < stop; ++count) {
+        const std::uint32_t position = s->found_position[count];
+        const std::uint32_t from = delta_load<Element::bytes>(old, position);
+        const std::uint32_t to = delta_load<Element::bytes>(current, position);
+        const std::size_t c = s->class_of[Element::key(from)];
+        const std::size_t at = position / kDeltaChunk;
+        const std::uint64_t members = s->scan.masks[at][c + 1] & ~s->scan.masks[at][c];
+        const std::uint64_t earlier =
+            members & ((std::uint64_t{1} << (position % kDeltaChunk)) - 1);
+        std::uint32_t down = 0;
+        const std::uint32_t magnitude = Element::step(from, to, &down);
+        const std::uint32_t number =
+            static_cast<std::uint32_t>(s->scan.before[c + 1][at] - s->scan.before[c][at]) +
+            static_cast<std::uint32_t>(__builtin_popcountll(earlier));
+        s->found[count] = {position,
+                           number,
+                           magnitude,
+                           static_cast<std::uint8_t>(c),
+                           static_cast<std::uint8_t>(down),
+                           0};
+        sum += delta_digest_term(seed, first_byte + std::uint64_t{position} * Element::bytes,
+                                 word_shift, from, to);
     }
     *digest += sum;
     return count;
@@ -225,7 +298,7 @@ WEIGHTSYNC_HD_INLINE DeltaMode delta_sort(std::uint32_t count, DeltaScratch* s,
                                           DeltaClasses* classes) {
     const int num_classes = s->scan.num_thresholds + 1;
     std::uint32_t counts[kDeltaClasses] = {};
-    for (std::uint32_t i = 0; i < count; ++i) ++counts[s->found_class[i]];
+    for (std::uint32_t i = 0; i < count; ++i) ++counts[s->found[i].class_index];
     const auto size = static_cast<std::uint32_t>(s->scan.num_elements);
     std::uint32_t class_bits = 0;
     std::uint32_t begin = 0;
@@ -245,20 +318,15 @@ WEIGHTSYNC_HD_INLINE DeltaMode delta_sort(std::uint32_t count, DeltaScratch* s,
         classes->begin[0] = 0;
         classes->begin[1] = count;
         for (std::uint32_t i = 0; i < count; ++i) {
-            s->position[i] = s->number[i] = s->found_position[i];
-            s->magnitude[i] = s->found_magnitude[i];
-            s->down[i] = s->found_down[i];
+            s->change[i] = s->found[i];
+            s->change[i].number = s->found[i].position;
         }
         return DeltaMode::gaps;
     }
     std::uint32_t next[kDeltaClasses];
     std::memcpy(next, classes->begin, sizeof(next));
     for (std::uint32_t i = 0; i < count; ++i) {
-        const std::uint32_t to = next[s->found_class[i]]++;
-        s->position[to] = s->found_position[i];
-        s->number[to] = s->found_number[i];
-        s->magnitude[to] = s->found_magnitude[i];
-        s->down[to] = s->found_down[i];
+        s->change[next[s->found[i].class_index]++] = s->found[i];
     }
     return DeltaMode::classes;
 }
@@ -274,25 +342,31 @@ WEIGHTSYNC_HD_INLINE void delta_prepare(const unsigned char* old, const DeltaPar
         classes->exceptions_begin[c] = exceptions;
         const std::uint32_t begin = classes->begin[c];
         const std::uint32_t changes = classes->changes(c);
-        delta_gaps_of(s->number + begin, changes, classes->size[c], s->gaps + gaps);
+        delta_gaps_of<4>(&s->change[begin].number, changes, classes->size[c], s->gaps + gaps);
         gaps += DeltaNumbers(changes, classes->size[c]).count;
-        std::uint32_t lengths[34] = {};
-        for (std::uint32_t i = 0; i < changes; ++i) {
+        const std::uint32_t first = exceptions;
+        for (std::uint32_t i = 0; i < changes; ++i) {  // without branches; see delta_flatten
             const std::uint32_t from =
-                delta_load<DeltaElement<kind>::bytes>(old, s->position[begin + i]);
+                delta_load<DeltaElement<kind>::bytes>(old, s->change[begin + i].position);
             const std::uint32_t typical = parameters.typical[DeltaElement<kind>::key(from)];
-            if (s->magnitude[begin + i] == typical) continue;
-            const std::uint64_t folded = delta_fold(s->magnitude[begin + i], typical);
-            s->folded[exceptions] = folded;
-            s->exception[exceptions++] = i;
-            ++lengths[folded == 0 ? 0 : 64 - __builtin_clzll(folded)];
+            s->exception[exceptions] = i;
+            s->folded[exceptions] = typical;
+            exceptions += s->change[begin + i].magnitude != typical;
         }
-        const std::uint32_t first = classes->exceptions_begin[c];
-        if (exceptions > first) {
-            classes->order[c] = delta_golomb_order(lengths);
-            delta_gaps_of(s->exception + first, exceptions - first, changes,
-                          s->exception_gaps + first);
+        if (exceptions == first) continue;
+        std::uint32_t lengths[34] = {};
+        int longest = 0;
+        for (std::uint32_t e = first; e < exceptions; ++e) {
+            const std::uint64_t folded = delta_fold(s->change[begin + s->exception[e]].magnitude,
+                                                    static_cast<std::uint32_t>(s->folded[e]));
+            const int length = folded == 0 ? 0 : 64 - __builtin_clzll(folded);
+            s->folded[e] = folded;
+            ++lengths[length];
+            longest = std::max(longest, length);
         }
+        classes->order[c] = delta_golomb_order(lengths, longest);
+        delta_gaps_of<1>(s->exception + first, exceptions - first, changes,
+                         s->exception_gaps + first);
     }
     classes->exceptions_begin[classes->count] = exceptions;
 }
@@ -308,7 +382,7 @@ WEIGHTSYNC_HD_INLINE std::int64_t delta_write(DeltaScratch* s, const DeltaClasse
         if (classes.exceptions(c) > 0) writer.put(static_cast<std::uint64_t>(classes.order[c]), 4);
     }
     const std::uint32_t changes = classes.begin[classes.count];
-    for (std::uint32_t i = 0; i < changes; ++i) writer.put(s->down[i], 1);
+    delta_put_signs(&writer, s->change, changes);
     for (int c = 0; c < classes.count; ++c) {
         const DeltaNumbers numbers(classes.changes(c), classes.size[c]);
         delta_put_low(&writer, s->gaps + classes.gaps_begin[c], numbers);
@@ -341,7 +415,7 @@ WEIGHTSYNC_HD_INLINE std::int64_t delta_write_absolute(const unsigned char* curr
     const auto size = static_cast<std::uint32_t>(s->scan.num_elements);
     DeltaBitWriter writer(s->coded);
     writer.put_golomb(count, kDeltaCountOrder);
-    delta_gaps_of(s->found_position, count, size, s->gaps);
+    delta_gaps_of<1>(s->found_position, count, size, s->gaps);
     const DeltaNumbers numbers(count, size);
     delta_put_low(&writer, s->gaps, numbers);
     delta_put_high(&writer, s->gaps, numbers);

@@ -7,16 +7,21 @@
 
 namespace weightsync {
 
-// Rows of `below` and `before`: row 0 is all zero, row t + 1 belongs to threshold t, and row
+inline constexpr int kDeltaChangedRow = 7;
+static_assert(kDeltaClasses < kDeltaChangedRow);
+
+// Rows of `masks` and `before`: row 0 is all zero, row t + 1 belongs to threshold t, and row
 // num_thresholds + 1 is all elements. Class c lies between rows c and c + 1.
+// A chunk's masks are one cache line; `before` is padded so that its rows do not meet in one set of
+// a cache.
 struct DeltaScan {
-    std::uint64_t changed[kDeltaChunks];
-    std::uint64_t below[kDeltaClasses + 1][kDeltaChunks];   // bit i: element i of the chunk
-    std::uint16_t before[kDeltaClasses + 1][kDeltaChunks];  // elements of earlier chunks
+    // [row]: bit i is set if element i of the chunk lies below; [kDeltaChangedRow]: if it changed.
+    alignas(64) std::uint64_t masks[kDeltaChunks][8];
+    std::uint16_t before[kDeltaClasses + 1][kDeltaChunks + 32];  // members in earlier chunks
     std::uint32_t total[kDeltaClasses + 1];
-    std::int64_t num_elements;
-    std::int64_t num_chunks;
-    int num_thresholds;
+    std::int64_t num_elements = -1;
+    std::int64_t num_chunks = 0;
+    int num_thresholds = -1;
 
     std::uint32_t class_size(int c) const { return total[c + 1] - total[c]; }
 };
