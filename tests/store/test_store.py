@@ -323,6 +323,40 @@ def test_a_hostile_manifest_is_refused(tmp_path: Path) -> None:
             VersionManifest.from_bytes(data, "forged")
 
 
+def test_a_stale_file_handle_is_opened_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, _ = published(tmp_path / "store", 0)
+    real, failures = Path.open, [errno.ESTALE, errno.ESTALE]
+
+    def stale(path: Path, *args: Any, **options: Any) -> Any:
+        if failures:
+            raise OSError(failures.pop(), "stale")
+        return real(path, *args, **options)
+
+    monkeypatch.setattr(Path, "open", stale)
+    assert store.manifest(0).version == 0
+    failures += [errno.ESTALE] * 9
+    with pytest.raises(OSError, match="stale"):
+        store.manifest(0)
+
+
+def test_a_follower_one_version_behind_reads_one_manifest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, _ = published(tmp_path / "store", 4)
+    have, read = store.manifest(3).target, []
+    real = Store.read_manifest
+
+    def counted(self: Store, name: str) -> VersionManifest:
+        read.append(name)
+        return real(self, name)
+
+    monkeypatch.setattr(Store, "read_manifest", counted)
+    assert [m.version for m in store.route(have, 4)] == [4]
+    assert set(read) == {"v000000000004.json"}
+
+
 def test_one_process_at_a_time(tmp_path: Path) -> None:
     with LocalCheckpoint(tmp_path / "local"), pytest.raises(BusyError):
         LocalCheckpoint(tmp_path / "local")

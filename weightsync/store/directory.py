@@ -6,6 +6,7 @@ does. Payload folders have names of their writer's own, so that writers never me
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import re
 from collections.abc import Collection, Iterator
@@ -140,46 +141,39 @@ class Store:
     ) -> list[VersionManifest]:
         """The cheapest way, in bytes, from what one has to ``version``: manifests to take in order.
 
-        A full version first means: start anew. What is ``have`` counts only if this store knows
-        that very version with that very root. Manifests named in ``without`` are not used. Raises
-        :class:`UnavailableError` if no way exists.
+        A full version first means: start anew. What is ``have`` counts only where a delta names that
+        very version with that very root as its base. Searched from the target backwards, so that
+        a follower one version behind reads one manifest. Manifests named in ``without`` are not
+        used. Raises :class:`UnavailableError` if no way exists.
         """
-        edges: dict[int | None, list[VersionManifest]] = {}
-        for name in self.manifest_names():
-            if name in without:
-                continue
-            try:
-                manifest = self.read_manifest(name)
-            except (UnavailableError, IntegrityError):  # collected since it was listed; damaged
-                continue
-            source = None if manifest.base is None else manifest.base.version
-            edges.setdefault(source, []).append(manifest)
-        target = self.manifest(version)
-        best: list[tuple[int, int, Identity | None, list[VersionManifest]]] = [(0, 0, None, [])]
-        if have is not None and self._knows(have):
-            best.append((0, 1, have, []))
-        heapq.heapify(best)
-        seen: set[Identity | None] = set()
-        count = 2
-        while best:
-            cost, _, at, way = heapq.heappop(best)
-            if at == target.target:
+        target = self.manifest(version).target
+        names = [name for name in self.manifest_names() if name not in without]
+        queue: list[tuple[int, int, Identity | None, list[VersionManifest]]] = [(0, 0, target, [])]
+        seen: set[Identity] = set()
+        count = 1
+        while queue:
+            cost, _, at, way = heapq.heappop(queue)
+            if at is None or at == have:
                 return way
             if at in seen:
                 continue
             seen.add(at)
-            for manifest in edges.get(None if at is None else at.version, ()):
-                if manifest.base == at and manifest.version <= version:
-                    step = (cost + manifest.num_bytes, count, manifest.target, [*way, manifest])
-                    heapq.heappush(best, step)
-                    count += 1
+            for manifest in self._leading_to(at, names):
+                step = (cost + manifest.num_bytes, count, manifest.base, [manifest, *way])
+                heapq.heappush(queue, step)
+                count += 1
         raise UnavailableError(
             f"{self.path}: no full version and deltas lead to version {version}; "
             "the publisher must write a full one"
         )
 
-    def _knows(self, have: Identity) -> bool:
-        try:
-            return self.manifest(have.version).target == have
-        except (UnavailableError, IntegrityError):
-            return False
+    def _leading_to(self, target: Identity, names: list[str]) -> Iterator[VersionManifest]:
+        """Manifests among ``names`` whose payload ends in ``target``; damaged ones are left out."""
+        stem = f"v{target.version:012}"
+        for name in names:
+            if name.startswith(stem):
+                # Collected since it was listed, or damaged: as if it were not there.
+                with contextlib.suppress(UnavailableError, IntegrityError):
+                    manifest = self.read_manifest(name)
+                    if manifest.target == target:
+                        yield manifest
