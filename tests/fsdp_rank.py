@@ -9,7 +9,7 @@ from processes import Pipe
 
 
 def serve(pipe: Pipe) -> None:
-    """Join the group; for each mesh train a small mixture of experts and send its boxes, rank 0 also all
+    """Join the group, train a small mixture of experts, and send this rank's boxes; rank 0 also sends all
     parameters as gathering gives them."""
     import torch
     import torch.distributed as dist
@@ -22,16 +22,14 @@ def serve(pipe: Pipe) -> None:
         store=dist.FileStore(task["store"], size),
         rank=rank,
         world_size=size,
-        timeout=datetime.timedelta(seconds=30),
+        timeout=datetime.timedelta(seconds=120),
     )
-    while (mesh := pipe.receive()) != "stop":
-        model = _trained(rank, tuple(mesh))
-        boxes = _boxes(model, rank, size)
-        named = [(n, p.full_tensor().detach()) for n, p in model.named_parameters()]
-        whole = {n: [list(t.shape), t.flatten().tolist()] for n, t in named} if rank == 0 else {}
-        pipe.send(boxes | {"whole": whole})
+    model = _trained(rank, size)
+    boxes = _boxes(model, rank, size)
+    named = [(n, p.full_tensor().detach()) for n, p in model.named_parameters()]
+    whole = {n: [list(t.shape), t.flatten().tolist()] for n, t in named} if rank == 0 else {}
+    pipe.send(boxes | {"whole": whole})
     dist.destroy_process_group()
-    pipe.send("stopped")
 
 
 def _model() -> Any:
@@ -70,13 +68,13 @@ def _model() -> Any:
     return Model()
 
 
-def _trained(rank: int, sizes: tuple[int, ...]) -> Any:
+def _trained(rank: int, size: int) -> Any:
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     model = _model()
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "fsdp")[-len(sizes) :])
+    mesh = init_device_mesh("cpu", (size,))
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)

@@ -8,16 +8,27 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from engine_adapter.core.config import parse_config
 from engine_adapter.core.shards import Shards
 from engine_adapter.core.weights import storage_specs
 from weightsync.errors import ConfigError
 from weightsync.layout import Layout
-from weightsync.layouts import engine_layout, preset_metas, trainer_layout
+from weightsync.layouts import check_layout, engine_layout, preset_metas, trainer_layout
 from weightsync.layouts.quantised import FP8, fp8_metas
+from weightsync.plan import check_plan, make_plan
 from weightsync.presets import get_preset
-from weightsync.types import Box, SlotKind, TensorMeta
+from weightsync.types import (
+    Availability,
+    Box,
+    Capabilities,
+    Contract,
+    CostConstants,
+    SlotKind,
+    TensorMeta,
+)
 
 TINY = ("tiny", "tiny-moe")
 
@@ -129,6 +140,27 @@ def test_a_trainer_holds_every_element(preset: str, sizes: dict[str, int]) -> No
         assert held.min() == held.max() >= 1, name  # every element as often as the others
 
 
+@settings(max_examples=20, deadline=None)
+@given(data=st.data())
+def test_any_trainer_gives_any_engine_what_it_lacks(data: st.DataObject) -> None:
+    def draw(*names: str) -> dict[str, int]:
+        return {name: data.draw(st.sampled_from([1, 2, 4]), name) for name in names}
+
+    trainer, engine = draw("fsdp", "tp", "pp", "dp"), draw("tp", "ep", "dp")
+    trainer["ep"] = data.draw(st.sampled_from([1, trainer["fsdp"] * trainer["tp"]]))
+    metas = preset_metas("tiny-moe")
+    source = trainer_layout(metas, **trainer)
+    target = engine_layout(metas, **engine)
+    check_layout(source)
+    check_layout(target, "engine")
+    streams = Capabilities(
+        "any", {Contract.STREAM: Availability(True)}, {Contract.STREAM: CostConstants(1e-6, 1e9)}
+    )
+    plan = make_plan(source, target, bucket_bytes=2**20, capabilities=streams)
+    check_plan(plan, source, target)
+    assert plan.total_bytes == sum(2 * p.box.num_elements for t in target.tensors for p in t.placed)
+
+
 def test_pipeline_stages_hold_their_layers() -> None:
     layout = trainer_layout(preset_metas("tiny"), pp=3)
     ranks = {t.name: {p.rank for p in t.placed} for t in layout.tensors}
@@ -149,6 +181,31 @@ def test_pipeline_stages_hold_their_layers() -> None:
 def test_engines_that_cannot_be_are_refused(sizes: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         engine_layout(preset_metas("tiny-moe"), **sizes)  # type: ignore[arg-type]
+
+
+def test_the_size_of_a_head_is_not_guessed_where_it_matters() -> None:
+    """Eight key heads of 64: as many rows as four of 128."""
+    shapes = {"q": (1024, 8), "k": (512, 8), "v": (512, 8)}
+    metas = [
+        TensorMeta(f"model.layers.0.self_attn.{p}_proj.weight", "bfloat16", s)
+        for p, s in shapes.items()
+    ]
+    with pytest.raises(ConfigError, match="head_dim="):
+        engine_layout(metas, tp=8)
+    rows = [p.box.shape[0] for p in engine_layout(metas, tp=8, head_dim=64).tensors[1].placed]
+    assert rows == [64] * 8
+    rows = [p.box.shape[0] for p in engine_layout(metas, tp=8, head_dim=128).tensors[1].placed]
+    assert rows == [128] * 8
+    assert boxes_of(engine_layout(metas, tp=4)) == boxes_of(engine_layout(metas, tp=4, head_dim=64))
+
+
+def test_parts_of_experts_lie_on_neighbours() -> None:
+    layout = trainer_layout(preset_metas("tiny-moe"), ep=4, fsdp=8, dp=2)
+    ranks = [
+        [p.rank for p in layout.tensors[layout.index[name]].placed]
+        for name in (f"model.layers.0.mlp.experts.{e}.up_proj.weight" for e in (0, 2, 4, 15))
+    ]
+    assert ranks == [[0, 8], [4, 12], [1, 9], [7, 15]]  # two sharers of a part, two replicas
 
 
 @pytest.mark.parametrize(

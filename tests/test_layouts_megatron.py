@@ -17,7 +17,7 @@ from weightsync.layouts import (
     MegatronRules,
     megatron_named,
 )
-from weightsync.layouts.megatron_names import Cut
+from weightsync.layouts.megatron_names import QWEN_SHARED_EXPERT_NAMES, Cut
 from weightsync.naming import Drop
 from weightsync.sources import NamedSource
 from weightsync.types import CastPolicy
@@ -146,6 +146,20 @@ def test_a_user_adds_and_replaces_lines() -> None:
         MegatronName("decoder.layers.{layr}.x", ("x",))
 
 
+def test_shared_experts_go_by_the_names_of_their_family() -> None:
+    s = Sizes(tp=2, experts=2)
+    name = "decoder.layers.0.mlp.shared_experts.linear_fc1.weight"
+    for names, prefix in (((), "shared_experts"), (QWEN_SHARED_EXPERT_NAMES, "shared_expert")):
+        rules = MegatronRules(model_of(s), place_of(s, 1), names)
+        (gate, gate_part), (up, up_part) = rules.apply(name, torch.arange(8.0).reshape(4, 2)) or ()
+        assert (gate, up) == tuple(
+            f"model.layers.0.mlp.{prefix}.{p}_proj.weight" for p in ("gate", "up")
+        )
+        for part, first in ((gate_part, 0.0), (up_part, 4.0)):
+            assert (part.shape, part.pieces[0].start) == ((4, 2), (2, 0))
+            assert part.pieces[0].tensor[0, 0] == first
+
+
 @pytest.mark.parametrize(
     ("name", "shape", "message"),
     [
@@ -167,6 +181,20 @@ def test_what_does_not_fit_is_refused(name: str, shape: tuple[int, ...], message
     rules = MegatronRules(model_of(s), place_of(s, 0), [twice, twice])
     with pytest.raises(LayoutError, match=message):
         rules.apply(name, torch.ones(shape))
+
+
+@pytest.mark.parametrize(
+    ("matrix", "message"),
+    [
+        (torch.ones(6, 8).T, "gaps"), (torch.ones(3, 3), "no stack of 2"), (torch.ones(2, 2, 2), "one whole"),
+    ],
+    ids=["transposed", "odd", "3-D"],
+)  # fmt: skip
+def test_what_is_no_stack_of_experts_is_refused(matrix: Any, message: str) -> None:
+    rules = MegatronRules(model_of(Sizes(experts=2)), MegatronPlace())
+    for part in ("weight1", "weight2"):
+        with pytest.raises(LayoutError, match=message):
+            rules.apply(f"decoder.layers.0.mlp.experts.{part}", matrix)
 
 
 @pytest.mark.parametrize(

@@ -273,10 +273,13 @@ def test_parts_of_one_tensor_that_disagree_are_refused() -> None:
 
 def test_a_rule_that_matches_nothing_is_an_error_where_one_rank_is_all() -> None:
     torch = pytest.importorskip("torch")
-    module, rules = torch.nn.Linear(2, 2), [Rename("^bias", "b"), Drop("wieght", "a slip")]
+    module, rules = torch.nn.Linear(2, 2), [Rename("^bias", "b"), Rename("^wieght", "w")]
     with pytest.raises(ConfigError, match=r"1 of 2 rules match no name .*wieght"):
         ModuleSource(rules, CastPolicy.STRICT).collect(module)
     local, _ = ModuleSource(rules, CastPolicy.STRICT, 0, 2).collect(module)
+    assert set(local.views) == {"weight", "b"}
+    rules = [Rename("^bias", "b"), Drop("vision.*", "of models that have it")]
+    local, _ = ModuleSource(rules, CastPolicy.STRICT).collect(module)
     assert set(local.views) == {"weight", "b"}
 
 

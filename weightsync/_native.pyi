@@ -78,6 +78,48 @@ def norm_rows(
     output_ptr: int,
     num_threads: int,
 ) -> None: ...
+
+class DeltaError(RuntimeError): ...
+
+DELTA_BLOCK: int
+DELTA_SPAN: int
+
+def delta_kernel() -> str: ...
+def delta_use_portable(is_portable: bool) -> None: ...
+def delta_record_capacity(place: Sequence[int]) -> int: ...
+def delta_encode(
+    place: Sequence[int],
+    old_ptr: int,
+    new_ptr: int,
+    is_absolute: bool,
+    is_dense: bool,
+    record_ptr: int,
+    dense_ptr: int,
+    digests_ptr: int,
+) -> tuple[int, int]: ...
+def delta_decode(
+    place: Sequence[int],
+    record_ptr: int,
+    record_bytes: int,
+    dense_ptr: int,
+    num_dense: int,
+    old_ptr: int,
+    are_digests_known: bool,
+    positions_ptr: int,
+    values_ptr: int,
+    capacity: int,
+    digests_ptr: int,
+) -> tuple[int, int, int]: ...
+def delta_block_digests(place: Sequence[int], data_ptr: int, digests_ptr: int) -> None: ...
+def delta_checksum(record_ptr: int, num_bytes: int) -> int: ...
+def delta_scatter(
+    element_bytes: int,
+    target_ptr: int,
+    num_elements: int,
+    positions_ptr: int,
+    values_ptr: int,
+    count: int,
+) -> None: ...
 def has_cuda() -> bool: ...
 def build_info() -> BuildInfo: ...
 

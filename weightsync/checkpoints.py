@@ -156,6 +156,12 @@ def read_tensors(directory: Path) -> list[FileTensor]:
     Reads headers only. Raises :class:`ConfigError` if the directory has no safetensors
     checkpoint, and :class:`LayoutError` that names the file if one cannot be trusted.
     """
+    tensors = read_index_files(directory)
+    return [IndexEntry(t.meta.name, t.meta.dtype, t.meta.shape, t.file) for t in tensors]
+
+
+def read_index_files(directory: Path) -> list[FileTensor]:
+    """The same with where in its file each tensor lies. Raises what :func:`read_index` raises."""
     single, index = directory / SINGLE_FILE, directory / INDEX_FILE
     if single.is_file():
         return read_header(single)
@@ -280,7 +286,7 @@ def _write_weights(
         name = SINGLE_FILE if len(shards) == 1 else name
         weight_map |= {tensor: name for tensor, _, _ in tensors}
         with (directory / name).open("wb") as file:
-            _write_header(file, tensors)
+            write_header(file, tensors)
             for tensor, _, shape in tensors:
                 for block in _random_bits(preset, tensor, math.prod(shape), seed):
                     file.write(block.data)
@@ -305,11 +311,17 @@ def _cut_shards(tensors: Iterator[TensorShape], shard_bytes: int) -> list[list[T
     return shards
 
 
-def _write_header(file: BinaryIO, tensors: Sequence[TensorShape]) -> None:
+def write_header(file: BinaryIO, tensors: Sequence[TensorShape]) -> None:
+    """The header of a safetensors file whose tensors follow without gaps, in this order.
+
+    Raises :class:`LayoutError` for a dtype that the format has no word for.
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     words = {word: code for code, word in _FILE_DTYPES.items()}
     start = 0
     for name, dtype, shape in tensors:
+        if dtype not in words:
+            raise LayoutError(f"{name!r}: safetensors files have no dtype {dtype!r}")
         stop = start + TensorMeta(name, dtype, shape).num_bytes
         header[name] = {"dtype": words[dtype], "shape": shape, "data_offsets": [start, stop]}
         start = stop

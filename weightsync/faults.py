@@ -59,6 +59,17 @@ FAULT_POINTS: Final[Mapping[str, str]] = MappingProxyType(
         "engine.resume": "engine: published, about to resume",
         "engine.resumed": "engine: resumed, the trainer not yet answered",
         "engine.discard": "engine: about to give a session up",
+        "store.payload": "publisher: one more payload file is durable",
+        "store.manifest": "publisher: all payload is durable, the manifest about to be linked",
+        "store.committed": "publisher: the version is visible, the snapshot not yet advanced",
+        "store.collected": "collector: a manifest is withdrawn, its payload still there",
+        "local.seeded": "puller: a full version is copied, not yet current",
+        "local.decoded": "puller: everything is decoded and checked, the redo log not yet durable",
+        "local.logged": "puller: the redo log is durable, the state still the old version",
+        "local.applying": "puller: the state says applying, nothing is written yet",
+        "local.half": "puller: one more span is written",
+        "local.written": "puller: everything is written and durable, not yet verified",
+        "local.ready": "puller: the state says the new version, the redo log still there",
     }
 )
 

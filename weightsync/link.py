@@ -63,6 +63,7 @@ from weightsync.types import BUCKET_ALIGNMENT_BYTES, Contract, Outcome
 
 _CONNECT_RETRY_S = 0.1
 _STATUS_LIMIT_S = 5.0
+_LATE_S = 1.0
 _NEVER_HEARD = "the engine does not know this session"
 
 
@@ -123,6 +124,11 @@ class EngineLink:
     @property
     def peer(self) -> str:
         return self.client.peer
+
+    @property
+    def _stage_limit_s(self) -> float:
+        """An engine answers within its own two limits; what it says of the second must be heard."""
+        return self._options.deadline_s + self._options.commit_timeout_s + _LATE_S
 
     @property
     def world_size(self) -> int:
@@ -300,7 +306,7 @@ class EngineLink:
                 o.commit_timeout_s,
                 wait_s,
             ),
-            o.deadline_s + o.commit_timeout_s,
+            self._stage_limit_s,
             "begin",
         )
 
@@ -321,7 +327,7 @@ class EngineLink:
         ask: Callable[[float], MoveRequest] = lambda wait_s: MoveRequest(  # noqa: E731
             session_id, move_id, bound.plan.digest, sources, wait_s
         )
-        limit_s = self._options.deadline_s + self._options.commit_timeout_s
+        limit_s = self._stage_limit_s
         if bound.plan.contract is Contract.DIRECT:
             self._wait(ask, limit_s, "move")
             self.ends.was_told(published)
@@ -371,7 +377,7 @@ class EngineLink:
 
     def prepare(self, session_id: str, manifests: list[dict[str, Any]]) -> None:
         """``manifests`` has one for each rank of the engine."""
-        limit_s = self._options.deadline_s + self._options.commit_timeout_s
+        limit_s = self._stage_limit_s
         self._wait(lambda w: PrepareRequest(session_id, manifests, w), limit_s, "prepare")
 
     def commit(self, session_id: str) -> dict[str, Any]:

@@ -168,9 +168,10 @@ def _ruled(
 def check_used(rules: Sequence[Rule], used: Set[int]) -> None:
     """Raise :class:`ConfigError` for a rule that matched no name: it says something else than it should.
 
-    ``used`` are the indices of those that did (``RuledTensors.used``), on any rank.
+    ``used`` are the indices of those that did (``RuledTensors.used``), on any rank. A :class:`Drop` need
+    not match: what is not there is left out too.
     """
-    idle = [rule for i, rule in enumerate(rules) if i not in used]
+    idle = [r for i, r in enumerate(rules) if i not in used and not isinstance(r, Drop)]
     if idle:
         raise ConfigError(
             f"{len(idle)} of {len(rules)} rules match no name of the module, the first is {idle[0]}; "
@@ -209,8 +210,16 @@ def _matching(name: str, tensor: Any, rules: Mapping[int, Rule]) -> set[int]:
     return {i for i, rule in rules.items() if rule.apply(name, tensor) is not None}
 
 
-#: model_type of transformers configurations whose experts are fused in memory, gate above up.
-_FUSED_EXPERT_MODELS = frozenset({"qwen2_moe", "qwen3_moe"})
+#: model_type of transformers configurations whose experts are fused in memory, gate above up, and whose
+#: files name them as :class:`FusedExperts` does.
+_FUSED_EXPERT_MODELS = frozenset(
+    {
+        "deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "olmoe", "qwen2_moe", "qwen3_moe",
+        "qwen3_next",
+    }
+)  # fmt: skip
+#: A buffer of routers that training changes and files hold.
+_ROUTER_BIAS = Include(r".*\.e_score_correction_bias")
 
 
 def rules_for(module: Any) -> tuple[Rule, ...]:
@@ -227,4 +236,5 @@ def rules_for(module: Any) -> tuple[Rule, ...]:
             f"{names[0]!r}: fused experts of model type {model_type!r}; known: "
             f"{', '.join(sorted(_FUSED_EXPERT_MODELS))}. Give rules=(FusedExperts(...),) yourself"
         )
-    return (FusedExperts(),)
+    has_bias = any(_ROUTER_BIAS.apply(n, b) is not None for n, b in module.named_buffers())
+    return (FusedExperts(), _ROUTER_BIAS) if has_bias else (FusedExperts(),)

@@ -128,15 +128,18 @@ class RankCalls:
             ) from None
         return {"digests": {n: f"{d:016x}" for n, d in found.items()}}
 
-    def watch(self, tag: str | None, is_quiet: Callable[[], bool]) -> tuple[str, str] | None:
-        """A trainer process that ended: (tag of its connection, why). ``tag`` is the one that holds the
-        engine; transports of another one are closed once no job may use them."""
+    def watch(
+        self, holder: Callable[[], str | None], is_quiet: Callable[[], bool]
+    ) -> tuple[str, str] | None:
+        """A trainer process that ended: (tag of its connection, why). ``holder`` tells the tag that holds
+        the engine now; transports of another one are closed once no job may use them."""
         if not self._attaching.acquire(blocking=False):
             return None  # one endpoint is being replaced by another
         try:
             lost = next((r for e in self._work.endpoints if (r := e.lost()) is not None), None)
             mine = self._tag
-            if mine is not None and mine != tag and is_quiet():
+            # Asked in here: one that was read before an attach would take its transport for another's.
+            if mine is not None and mine != holder() and is_quiet():
                 self._work.drop_endpoints()
                 self._tag = None
             return None if lost is None or mine is None else (mine, lost)

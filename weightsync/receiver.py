@@ -501,16 +501,18 @@ class Receiver:
 
     def _watch_peer(self) -> None:
         """A trainer whose process ended need not be waited for."""
-        tag = self._machines.tag if self._uplink is None else self._uplink.tag
         if self._followers is not None:
             self._machines.tell_tag(self._followers.set_tag)
-        lost = self._calls.watch(tag, lambda: self._machines.is_quiet)
+        lost = self._calls.watch(self._holder, lambda: self._machines.is_quiet)
         if lost is None:
             return
         if self._uplink is not None:
             self._uplink.say_run_lost(*lost)
         else:
             self._machines.run_lost(*lost)
+
+    def _holder(self) -> str | None:
+        return self._machines.tag if self._uplink is None else self._uplink.tag
 
     # --- job thread -----------------------------------------------------------------------------------
 

@@ -121,6 +121,13 @@ class SourceEnds:
 
     def _attach(self, target: int, layout: Layout, deadline: Deadline) -> None:
         endpoint = self._transport.open_source(device_facing(layout))
+        if layout.world_size > 1:
+            deadline = Deadline(
+                max(deadline.remaining_s(), 1e-3),
+                peer=f"rank {target} of {self._client.peer}",
+                stage=deadline.stage,
+                token=deadline.token,
+            )
         try:
             answer = self._introduce(endpoint, target, deadline)
             self._paths[target] = str(answer["path"])

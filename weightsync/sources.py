@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import Any
 
 from weightsync.errors import ConfigError
-from weightsync.layouts.dtensor import Trainer, dtensor_class, is_dtensor, local_part
+from weightsync.layouts.dtensor import Trainer, is_dtensor, local_part
 from weightsync.layouts.fsdp2 import gatherers, reshard
 from weightsync.layouts.sharded import Sharded
 from weightsync.naming import Rule, RuledTensors, apply_rules, check_used, module_tensors, rules_for
@@ -51,10 +51,13 @@ class ModuleSource:
         ``state_dict()`` does: what is gathered does not follow the optimizer.
         """
         is_same = self._module is not None and self._module() is module
-        reshard(self._gatherers if is_same else gatherers(module))
+        if is_same:
+            reshard(self._gatherers)
         is_changed = self._watch is None or self._watch.has_changed(Look.EVERYTHING)
         if self._kept is None or not is_same or is_changed:
             self.forget()  # what is no longer sent need not stay in memory meanwhile
+            wrapped = gatherers(module)
+            reshard(wrapped)
             rules = rules_for(module) if self._rules is None else self._rules
             ruled = module_tensors(module, rules, Trainer(self._rank, self._world_size))
             if self._world_size == 1:  # one of several ranks may well have none of a rule's names
@@ -67,7 +70,7 @@ class ModuleSource:
                 return kept  # resolved into a copy, which is made anew each time
             self._kept, self._module = kept, weakref.ref(module)
             self._watch = ModuleWatch(module)
-            self._gatherers = gatherers(module)
+            self._gatherers = wrapped
         return self._kept
 
     def forget(self) -> None:
@@ -118,9 +121,6 @@ def _are_plain(tensors: Sequence[Any]) -> bool:
     """Whether they are torch tensors of which it can be asked where they lie."""
     torch = sys.modules.get("torch")
     if torch is None:
-        return False
-    kinds = {torch.Tensor, torch.nn.Parameter, dtensor_class()}
-    if not set(map(type, tensors)) <= kinds:
         return False
     locals_ = local_tensors_of(tensors)
     is_plain = set(map(type, locals_)) <= {torch.Tensor, torch.nn.Parameter}

@@ -17,6 +17,7 @@ from weightsync.errors import LayoutError
 from weightsync.layout import Layout, PlacedBox, Region, TensorLayout
 from weightsync.layouts.dtensor import Trainer, is_dtensor
 from weightsync.layouts.sharded import Sharded, join_pieces
+from weightsync.tables import dense_strides
 from weightsync.types import (
     ITEM_BYTES,
     Box,
@@ -24,6 +25,7 @@ from weightsync.types import (
     RegionAddress,
     RegionKind,
     TensorMeta,
+    item_bytes,
 )
 
 
@@ -232,6 +234,10 @@ def _held(name: str, tensor: Any) -> _Held:
     if not isinstance(tensor, Sharded):
         view = view_of(tensor, name)
         return _Held(view.shape, view.dtype, (((0,) * len(view.shape), view),))
+    if 0 in tensor.shape:  # a name without bytes, which travels nevertheless
+        strides = dense_strides(tensor.shape, item_bytes(tensor.dtype))
+        nothing = TensorView(0, tensor.dtype, tensor.shape, strides, "cpu", 0, 0, None)
+        return _Held(tensor.shape, tensor.dtype, (((0,) * tensor.ndim, nothing),))
     placed = tuple((p.start, view_of(p.tensor, name)) for p in tensor.pieces)
     dtypes = {view.dtype for _, view in placed}
     if len(dtypes) > 1:

@@ -37,8 +37,7 @@ def where(tensors: Sequence[Any]) -> object:
     Of a DTensor: where its local tensor lies, and what mesh and placements make of it.
     """
     listed = list(tensors)
-    kind = dtensor_class()
-    if kind is not None and kind in set(map(type, listed)):
+    if _has_dtensors(listed):
         specs = [t._spec for t in listed if is_dtensor(t)]
         return [where(local_tensors_of(listed)), specs]
     exchange = getattr(type(listed[0]), "__dlpack_c_exchange_api__", None) if listed else None
@@ -50,10 +49,14 @@ def where(tensors: Sequence[Any]) -> object:
 
 def local_tensors_of(tensors: Sequence[Any]) -> list[Any]:
     """The local tensor of every DTensor; all others as they are."""
-    kind = dtensor_class()
-    if kind is None or kind not in set(map(type, tensors)):
+    if not _has_dtensors(tensors):
         return list(tensors)
-    return [local_part(t) if type(t) is kind else t for t in tensors]
+    return [local_part(t) if is_dtensor(t) else t for t in tensors]
+
+
+def _has_dtensors(tensors: Sequence[Any]) -> bool:
+    kind = dtensor_class()
+    return kind is not None and any(issubclass(k, kind) for k in set(map(type, tensors)))
 
 
 def laziness(tensors: Sequence[Any]) -> object:

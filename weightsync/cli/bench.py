@@ -41,6 +41,8 @@ class BenchSettings:
     plot_file: Path | None
     strict: bool
     updates: int = 0
+    trainer_layout: str = ""
+    engine_layout: str = ""
 
 
 def add_parser(commands: Any) -> None:
@@ -81,6 +83,18 @@ def add_parser(commands: Any) -> None:
         default="module",
         help="what is refitted: a module, or the bundled core while it generates "
         "(default: %(default)s)",
+    )
+    parser.add_argument(
+        "--trainer-layout",
+        default="",
+        metavar="KIND=N,...",
+        help="ranks of the trainer, real shards over gloo: fsdp, dp (with fsdp: HSDP), tp, ep, pp",
+    )
+    parser.add_argument(
+        "--engine-layout",
+        default="",
+        metavar="KIND=N,...",
+        help="ranks of the engine, with --engine core: tp, ep",
     )
     parser.add_argument(
         "--placement",
@@ -145,8 +159,6 @@ def _bucket(text: str) -> str:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from weightsync.cli.bench_run import run_bench
-
     contract = ContractChoice.AUTO
     if args.stream or args.direct:
         contract = ContractChoice.STREAM if args.stream else ContractChoice.DIRECT
@@ -155,19 +167,26 @@ def _run(args: argparse.Namespace) -> int:
             f"--engine core --device {args.device}: the core's kernels are the CPU's so far; use "
             "--engine module"
         )
-    return run_bench(
-        BenchSettings(
-            transport=args.transport,
-            bucket=args.bucket,
-            model=args.model,
-            device=args.device,
-            engine=args.engine,
-            placement=args.placement,
-            contract=contract.value,
-            repeat=args.repeat,
-            json_file=args.json,
-            plot_file=args.plot,
-            strict=args.strict,
-            updates=args.updates,
-        )
+    settings = BenchSettings(
+        transport=args.transport,
+        bucket=args.bucket,
+        model=args.model,
+        device=args.device,
+        engine=args.engine,
+        placement=args.placement,
+        contract=contract.value,
+        repeat=args.repeat,
+        json_file=args.json,
+        plot_file=args.plot,
+        strict=args.strict,
+        updates=args.updates,
+        trainer_layout=args.trainer_layout,
+        engine_layout=args.engine_layout,
     )
+    if settings.trainer_layout or settings.engine_layout:
+        from weightsync.cli.bench_ranks import run_ranks
+
+        return run_ranks(settings)
+    from weightsync.cli.bench_run import run_bench
+
+    return run_bench(settings)

@@ -32,11 +32,12 @@ def open_engine(choice: ModelChoice, mask: int) -> Any:
         max_running=2 * _NUM_PROMPTS,
     )
     if mask:
-        _flip_bits(engine.model, mask)
+        flip_bits(engine.model, mask)
     return engine
 
 
-def _flip_bits(model: Any, mask: int) -> None:
+def flip_bits(model: Any, mask: int) -> None:
+    """Other weights in every slot, finite and near."""
     import torch
 
     bits = {2: torch.int16, 4: torch.int32}

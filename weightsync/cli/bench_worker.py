@@ -192,10 +192,18 @@ class TrainerWorker(_Worker):
         return {}
 
 
+def _worker_of(role: str) -> Any:
+    if role in ("engine", "trainer"):
+        return EngineWorker() if role == "engine" else TrainerWorker()
+    from weightsync.cli.bench_rank_worker import EngineRank, TrainerRank
+
+    return EngineRank() if role.startswith("engine") else TrainerRank()
+
+
 def main(argv: list[str]) -> int:
     """Answer commands until ``stop`` or the parent's end."""
     role, command_fd, answer_fd = argv
-    worker: _Worker = EngineWorker() if role == "engine" else TrainerWorker()
+    worker = _worker_of(role)
     commands, answers = os.fdopen(int(command_fd), "r"), os.fdopen(int(answer_fd), "w")
     with suppress(BrokenPipeError):
         for line in commands:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from weightsync import __version__
-from weightsync.cli import bench, doctor, plan
+from weightsync.cli import bench, delta, doctor, plan
 from weightsync.errors import ConfigError, SlowPathError, WeightSyncError
 
 #: Exit statuses beside 0: an update failed or was not verified; bad arguments; a slow path (--strict).
@@ -22,6 +22,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"weightsync {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in (bench, plan, doctor):
+    for command in (bench, delta, doctor):
         command.add_parser(commands)
     return parser
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         megatron_named,
     )
     from weightsync.layouts.megatron_names import Cut, MegatronName
+    from weightsync.layouts.quantised import fp8_metas
     from weightsync.layouts.rules import BoxRule, InTurn, LocalPart, Renumber, ShardRule
     from weightsync.layouts.sharded import Piece, Sharded
 
@@ -33,6 +34,7 @@ _HOMES = {
         "megatron_named",
     ),
     "weightsync.layouts.megatron_names": ("Cut", "MegatronName"),
+    "weightsync.layouts.quantised": ("fp8_metas",),
     "weightsync.layouts.rules": ("BoxRule", "InTurn", "LocalPart", "Renumber", "ShardRule"),
     "weightsync.layouts.sharded": ("Piece", "Sharded"),
 }
@@ -65,6 +67,7 @@ __all__ = [
     "check_layout",
     "checkpoint_layout",
     "engine_layout",
+    "fp8_metas",
     "megatron_named",
     "preset_metas",
     "trainer_layout",

@@ -95,6 +95,11 @@ class _EngineGrid:
 
     def __post_init__(self) -> None:
         kv = self.sizes.num_kv_heads
+        if kv % self.tp and self.sizes.is_guess:
+            raise ConfigError(
+                f"tp={self.tp} cuts key projections within heads, if these have 128 elements; give "
+                "head_dim= of the model"
+            )
         if kv and kv % self.tp and self.tp % kv:
             raise ConfigError(f"{kv} key heads and tp={self.tp}: one must divide the other")
         if self.sizes.num_heads % self.tp:
@@ -167,9 +172,10 @@ def trainer_layout(
 
     Dense tensors are cut by ``tp`` as in an engine, but in chunks of DTensor (``ceil``), then in rows
     by ``fsdp``. Experts are one stacked tensor, as transformers keeps them: the experts of a layer
-    go in ``ep`` parts (``rank % S // (S / ep)`` is the part), each part's in chunks over the ``fsdp * tp /
-    ep`` ranks that share it (in rows of each tensor if they are more than the experts); with ``ep = 1``
-    they are chunked over ``fsdp`` and cut in width by ``tp``. Further ranks are replicas.
+    go in ``ep`` parts (part ``rank % ep`` of a stage's ranks: neighbours hold different ones, as in
+    Megatron), each part's in chunks over the ``fsdp * tp / ep`` ranks that share it (in rows of each tensor
+    if they are more than the experts); with ``ep = 1`` they are chunked over ``fsdp`` and cut in width by
+    ``tp``. Further ranks are replicas.
 
     Raises :class:`ConfigError` for counts that do not fit each other.
     """
@@ -223,11 +229,11 @@ class _TrainerGrid:
             if experts[0] <= expert < experts[1]:
                 yield box
             return
-        first, stop = floor_part(num_experts, rank // (self.stage // self.ep), self.ep)
+        first, stop = floor_part(num_experts, rank % self.ep, self.ep)
         if not first <= expert < stop:
             return
         sharers = max(1, self.fsdp * self.tp // self.ep)
-        index = rank % sharers
+        index = rank // self.ep % sharers
         if sharers > stop - first:
             yield self._rows(Box.whole(meta.shape), index, sharers)
             return

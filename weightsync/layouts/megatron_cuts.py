@@ -110,8 +110,11 @@ def _stack(rules: MegatronRules, local: Sharded, name: str, is_gated: bool) -> S
     if not count or local.shape[0] * local.shape[1] % count:
         raise LayoutError(f"{name!r}: {local.shape} is no stack of {count} experts")
     tensor = local.pieces[0].tensor
+    is_array = hasattr(tensor, "flags")  # of NumPy
+    if not (tensor.flags.c_contiguous if is_array else tensor.is_contiguous()):
+        raise LayoutError(f"{name!r}: grouped experts are one dense matrix, this one has gaps")
     sizes = (count, local.shape[0], -1) if is_gated else (count, -1, local.shape[1])
-    return Sharded.whole(tensor.reshape(sizes) if hasattr(tensor, "flags") else tensor.view(sizes))
+    return Sharded.whole(tensor.reshape(sizes))
 
 
 def _stacked(

@@ -155,6 +155,17 @@ _EXPERTS = (
     _expert("weight2", "down", cut=Cut.STACKED_DOWN),
 )
 
+#: To put in front for Qwen2-MoE and Qwen3-Next, which have one shared expert behind a gate.
+QWEN_SHARED_EXPERT_NAMES = (
+    _gated("mlp.shared_experts.linear_fc1.weight", "mlp.shared_expert."),
+    _line(
+        "mlp.shared_experts.linear_fc2.weight",
+        "mlp.shared_expert.down_proj.weight",
+        cut=Cut.COLUMNS,
+    ),
+    _line("mlp.shared_experts.gate_weight", "mlp.shared_expert_gate.weight"),
+)
+
 #: Every line of decoders with grouped attention (Llama, Qwen), dense or with experts.
 GROUPED_NAMES = (*OUTER_NAMES, *_NORMS, *GROUPED_ATTENTION_NAMES, *_MLP, *_EXPERTS)
 #: Every line of decoders with latent attention (DeepSeek-V3, Kimi-K2).

@@ -72,6 +72,7 @@ class ModelSizes:
     num_experts: int
     num_heads: int  # of queries; 0 if no tensor is cut by key heads
     num_kv_heads: int  # 0 if no tensor is cut by key heads
+    is_guess: bool = False  # that a head has 128 elements
 
 
 def model_sizes(metas: Iterable[TensorMeta], head_dim: int | None = None) -> ModelSizes:
@@ -99,4 +100,5 @@ def model_sizes(metas: Iterable[TensorMeta], head_dim: int | None = None) -> Mod
             f"projections of {query_rows} and {key_rows} rows are no whole heads of size {size}; "
             "give head_dim="
         )
-    return ModelSizes(layers, experts, query_rows // size, key_rows // size)
+    heads = query_rows // size, key_rows // size
+    return ModelSizes(layers, experts, *heads, is_guess=head_dim is None)

@@ -1,0 +1,123 @@
+#include <pybind11/stl.h>
+
+#include <array>
+
+#include "bindings.hpp"
+#include "weightsync/delta_kernels.hpp"
+
+namespace py = pybind11;
+
+namespace weightsync::bindings {
+namespace {
+
+// kind, start_element, num_elements, seed, word_bytes; addresses of lengths that follow from these.
+using PlaceColumns = std::array<std::uint64_t, 5>;
+
+DeltaPlace place_of(const PlaceColumns& columns) {
+    const DeltaPlace place{static_cast<DeltaKind>(columns[0] & 0xFF), columns[1],
+                           static_cast<std::int64_t>(columns[2]), columns[3],
+                           static_cast<int>(columns[4])};
+    validate_delta_place(place);
+    return place;
+}
+
+void check_pointers(std::initializer_list<std::uintptr_t> pointers) {
+    for (const std::uintptr_t ptr : pointers) {
+        if (ptr == 0) throw std::invalid_argument("delta: a pointer is null");
+    }
+}
+
+py::tuple encode(const PlaceColumns& columns, std::uintptr_t old_ptr, std::uintptr_t new_ptr,
+                 bool is_absolute, bool is_dense, std::uintptr_t record_ptr,
+                 std::uintptr_t dense_ptr, std::uintptr_t digests_ptr) {
+    check_pointers({old_ptr, new_ptr, record_ptr, dense_ptr, digests_ptr});
+    const DeltaPlace place = place_of(columns);
+    DeltaEncoded encoded{};
+    {
+        const py::gil_scoped_release released;
+        encoded = delta_encode(
+            place, pointer<const unsigned char>(old_ptr), pointer<const unsigned char>(new_ptr),
+            is_absolute, is_dense, pointer<unsigned char>(record_ptr),
+            pointer<unsigned char>(dense_ptr), pointer<std::uint64_t>(digests_ptr));
+    }
+    return py::make_tuple(encoded.record_bytes, encoded.dense_elements);
+}
+
+py::tuple decode(const PlaceColumns& columns, std::uintptr_t record_ptr, std::int64_t record_bytes,
+                 std::uintptr_t dense_ptr, std::int64_t num_dense, std::uintptr_t old_ptr,
+                 bool are_digests_known, std::uintptr_t positions_ptr, std::uintptr_t values_ptr,
+                 std::int64_t capacity, std::uintptr_t digests_ptr) {
+    check_pointers({record_ptr, old_ptr, positions_ptr, values_ptr, digests_ptr});
+    const DeltaPlace place = place_of(columns);
+    DeltaDecoded decoded{};
+    {
+        const py::gil_scoped_release released;
+        decoded =
+            delta_decode(place, pointer<const unsigned char>(record_ptr), record_bytes,
+                         pointer<const unsigned char>(dense_ptr), num_dense,
+                         pointer<const unsigned char>(old_ptr), are_digests_known,
+                         pointer<std::uint32_t>(positions_ptr), pointer<unsigned char>(values_ptr),
+                         capacity, pointer<std::uint64_t>(digests_ptr));
+    }
+    return py::make_tuple(decoded.num_changed, decoded.old_digest, decoded.new_digest);
+}
+
+}  // namespace
+
+void bind_delta(py::module_& module) {
+    py::register_exception<DeltaError>(module, "DeltaError", PyExc_RuntimeError);
+    module.attr("DELTA_BLOCK") = kDeltaBlock;
+    module.attr("DELTA_SPAN") = kDeltaSpan;
+    module.def("delta_kernel", &delta_kernel_name);
+    module.def("delta_use_portable", &delta_use_portable, py::arg("is_portable"));
+    module.def(
+        "delta_record_capacity",
+        [](const PlaceColumns& columns) { return delta_record_capacity(place_of(columns)); },
+        py::arg("place"));
+    module.def("delta_encode", &encode, py::arg("place"), py::arg("old_ptr"), py::arg("new_ptr"),
+               py::arg("is_absolute"), py::arg("is_dense"), py::arg("record_ptr"),
+               py::arg("dense_ptr"), py::arg("digests_ptr"));
+    module.def("delta_decode", &decode, py::arg("place"), py::arg("record_ptr"),
+               py::arg("record_bytes"), py::arg("dense_ptr"), py::arg("num_dense"),
+               py::arg("old_ptr"), py::arg("are_digests_known"), py::arg("positions_ptr"),
+               py::arg("values_ptr"), py::arg("capacity"), py::arg("digests_ptr"));
+    module.def(
+        "delta_block_digests",
+        [](const PlaceColumns& columns, std::uintptr_t data_ptr, std::uintptr_t digests_ptr) {
+            check_pointers({data_ptr, digests_ptr});
+            const DeltaPlace place = place_of(columns);
+            const py::gil_scoped_release released;
+            delta_block_digests(place, pointer<const unsigned char>(data_ptr),
+                                pointer<std::uint64_t>(digests_ptr));
+        },
+        py::arg("place"), py::arg("data_ptr"), py::arg("digests_ptr"));
+    module.def(
+        "delta_checksum",
+        [](std::uintptr_t record_ptr, std::int64_t num_bytes) {
+            check_pointers({record_ptr});
+            if (num_bytes < static_cast<std::int64_t>(sizeof(DeltaHeader)) || num_bytes % 8 != 0) {
+                throw std::invalid_argument("a record of " + std::to_string(num_bytes) + " bytes");
+            }
+            const py::gil_scoped_release released;
+            return delta_checksum(pointer<const unsigned char>(record_ptr), num_bytes);
+        },
+        py::arg("record_ptr"), py::arg("num_bytes"));
+    module.def(
+        "delta_scatter",
+        [](int element_bytes, std::uintptr_t target_ptr, std::int64_t num_elements,
+           std::uintptr_t positions_ptr, std::uintptr_t values_ptr, std::int64_t count) {
+            check_pointers({target_ptr, positions_ptr, values_ptr});
+            if (element_bytes != 1 && element_bytes != 2 && element_bytes != 4) {
+                throw std::invalid_argument("element_bytes is " + std::to_string(element_bytes) +
+                                            ", expected 1, 2 or 4");
+            }
+            const py::gil_scoped_release released;
+            delta_scatter(element_bytes, pointer<unsigned char>(target_ptr), num_elements,
+                          pointer<const std::uint32_t>(positions_ptr),
+                          pointer<const unsigned char>(values_ptr), count);
+        },
+        py::arg("element_bytes"), py::arg("target_ptr"), py::arg("num_elements"),
+        py::arg("positions_ptr"), py::arg("values_ptr"), py::arg("count"));
+}
+
+}  // namespace weightsync::bindings

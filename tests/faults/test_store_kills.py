@@ -1,0 +1,156 @@
+"""SIGKILL of a publisher or of a puller at every named point, and at random instants.
+
+Whatever was killed where: the store holds whole versions only, the checkpoint holds exactly one version,
+bit for bit and under its label, and both go on by themselves.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+from processes import ChildEnded
+from store.helpers import RUN, contents, held, published, weights
+
+from faults.nursery import Brood
+from weightsync.faults import FAULT_POINTS
+from weightsync.store import LocalCheckpoint, Publisher, Store, collect
+
+pytestmark = pytest.mark.timeout(120)
+
+PULLER = [p for p in FAULT_POINTS if p.startswith("local.") and p != "local.seeded"]
+PUBLISHER = [p for p in FAULT_POINTS if p.startswith("store.") and p != "store.collected"]
+#: From here on the update is done by whoever opens the checkpoint next.
+DECIDED = {"local.applying", "local.half", "local.written", "local.ready"}
+NUM_INSTANTS = 8
+
+
+def check_local(directory: Path) -> int | None:
+    """The version that a checkpoint holds after it was opened, checked bit for bit."""
+    with LocalCheckpoint(directory) as local:
+        state = local.state
+        if state is None:
+            return None
+        version = state[1].version
+        assert held(local.path) == contents(version)
+        assert local.verify() == state[1]
+        left = [p.name for p in local.path.iterdir() if p.name.startswith(".weightsync-")]
+        assert left == [".weightsync-state.json"]
+        assert len(list(directory.glob("data-*"))) == 1
+        return version
+
+
+def check_store(directory: Path) -> list[int]:
+    """The versions of a store, each of them whole."""
+    store = Store(directory, RUN)
+    for version in store.versions():
+        store.check_files(store.manifest(version))
+    return store.versions()
+
+
+@pytest.mark.parametrize(("point", "times"), [*((p, 1) for p in PULLER), ("local.half", 3)])
+def test_a_puller_is_killed(brood: Brood, tmp_path: Path, point: str, times: int) -> None:
+    store, _ = published(tmp_path / "store", 1)
+    with LocalCheckpoint(tmp_path / "local") as local:
+        local.pull(store, 0)
+    child = brood.start("store.worker:pull", f"{point}=kill@{times}")
+    child.send([str(tmp_path / "store"), str(tmp_path / "local"), [1]])
+    assert child.receive() == "ready"
+    with pytest.raises(ChildEnded):
+        child.receive()
+    assert child.wait() == -signal.SIGKILL
+    assert check_local(tmp_path / "local") == (1 if point in DECIDED else 0)
+    with LocalCheckpoint(tmp_path / "local") as local:
+        local.pull(store)
+    assert check_local(tmp_path / "local") == 1
+
+
+@pytest.mark.parametrize("has_old", [False, True])
+def test_a_puller_is_killed_before_a_full_version_is_current(
+    brood: Brood, tmp_path: Path, has_old: bool
+) -> None:
+    store, publisher = published(tmp_path / "store", 0)
+    if has_old:
+        with LocalCheckpoint(tmp_path / "local") as local:
+            local.pull(store)
+        publisher.publish_full(1, weights(1))
+        (store.path / "v000000000000.json").unlink()
+    child = brood.start("store.worker:pull", "local.seeded=kill")
+    child.send([str(tmp_path / "store"), str(tmp_path / "local"), [int(has_old)]])
+    assert child.receive() == "ready"
+    assert child.wait() == -signal.SIGKILL
+    assert check_local(tmp_path / "local") == (0 if has_old else None)
+    with LocalCheckpoint(tmp_path / "local") as local:
+        local.pull(store)
+    assert check_local(tmp_path / "local") == int(has_old)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("point", PUBLISHER)
+def test_a_publisher_is_killed(brood: Brood, tmp_path: Path, point: str, times: int) -> None:
+    (tmp_path / "store").mkdir()
+    child = brood.start("store.worker:publish", f"{point}=kill@{times}")
+    child.send([str(tmp_path / "store"), 1])
+    assert child.receive() == "ready"
+    assert child.wait() == -signal.SIGKILL
+    whole = times - 1 + (point == "store.committed")
+    assert check_store(tmp_path / "store") == list(range(whole))
+    store = Store(tmp_path / "store", RUN)
+    Publisher(store).publish(2, weights(2))  # a new publisher knows no base: it writes all
+    with LocalCheckpoint(tmp_path / "local") as local:
+        local.pull(store)
+    assert check_local(tmp_path / "local") == 2
+    collect(store, grace_s=0.0)
+    folders = {p.name for p in store.path.iterdir() if p.is_dir()}
+    assert folders == {store.manifest(2).directory}
+
+
+def test_a_collector_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between withdrawal and removal: whoever collects next removes."""
+    store, publisher = published(tmp_path / "store", 1)
+    publisher.publish_full(2, weights(2))
+
+    def end(point: str) -> None:
+        raise KeyboardInterrupt(point)
+
+    monkeypatch.setattr("weightsync.store.collecting.reach", end)
+    with pytest.raises(KeyboardInterrupt, match=r"store\.collected"):
+        collect(store, grace_s=0.0)
+    monkeypatch.undo()
+    assert check_store(tmp_path / "store") == [2]
+    assert len(collect(store, grace_s=0.0).removed) == 2
+
+
+def test_a_puller_is_killed_at_random_instants(brood: Brood, tmp_path: Path) -> None:
+    store, _ = published(tmp_path / "store", 4)
+    chance = random.Random(1)
+    seen = set()
+    for _ in range(NUM_INSTANTS):
+        child = brood.start("store.worker:pull")
+        child.send([str(store.directory), str(tmp_path / "local"), [1, 2, 3, 4, 0] * 20])
+        assert child.receive() == "ready"
+        threading.Event().wait(chance.random() * 0.4)
+        child.kill()
+        seen.add(check_local(tmp_path / "local"))
+    assert seen - {None}
+
+
+def test_a_publisher_is_killed_at_random_instants(brood: Brood, tmp_path: Path) -> None:
+    chance = random.Random(2)
+    for number in range(NUM_INSTANTS // 2):
+        directory = tmp_path / f"store-{number}"
+        directory.mkdir()
+        child = brood.start("store.worker:publish")
+        child.send([str(directory), 4])
+        assert child.receive() == "ready"
+        threading.Event().wait(chance.random() * 0.2)
+        child.kill()
+        versions = check_store(directory)
+        assert versions == list(range(len(versions)))
+        if versions:
+            with LocalCheckpoint(tmp_path / f"local-{number}") as local:
+                local.pull(Store(directory, RUN))
+            assert check_local(tmp_path / f"local-{number}") == versions[-1]

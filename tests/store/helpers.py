@@ -1,0 +1,64 @@
+"""A small run of several versions, in memory and in a store."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from weightsync import workloads
+from weightsync.checkpoints import read_index_files
+from weightsync.store import Publisher, Store
+from weightsync.store.publish import Weight, Weights
+from weightsync.types import TensorMeta
+
+RUN = "run-1"
+CONFIG = b'{"model_type": "none"}'
+SIZE = 48
+
+
+@cache
+def contents(version: int) -> dict[str, bytes]:
+    """The bytes of every tensor of a version."""
+    model = workloads.small_model(size=SIZE)
+    options = workloads.AdamOptions(learning_rate=1e-5)
+    steps = workloads.versions(model, options)
+    found = model if version == 0 else next(islice(steps, version - 1, None))
+    return {name: bits.tobytes() for name, bits in found.items()}
+
+
+@cache
+def metas() -> dict[str, TensorMeta]:
+    model = workloads.small_model(size=SIZE)
+    return {name: TensorMeta(name, "bfloat16", bits.shape) for name, bits in model.items()}
+
+
+def weights(version: int) -> Weights:
+    return {
+        name: Weight(metas()[name], np.frombuffer(data, dtype=np.uint8).copy())
+        for name, data in contents(version).items()
+    }
+
+
+def published(
+    directory: Path, last: int, run: str = RUN, first: int = 0
+) -> tuple[Store, Publisher]:
+    """A store with versions up to ``last``; the first one full."""
+    directory.mkdir(exist_ok=True)
+    store = Store(directory, run)
+    publisher = Publisher(store, extra_files={"config.json": CONFIG})
+    for version in range(first, last + 1):
+        publisher.publish(version, weights(version))
+    return store, publisher
+
+
+def held(folder: Path) -> dict[str, bytes]:
+    """The bytes of every tensor of a checkpoint folder."""
+    found = {}
+    for tensor in read_index_files(folder):
+        data = (folder / tensor.file).read_bytes()
+        start = tensor.offset_bytes
+        found[tensor.meta.name] = data[start : start + tensor.meta.num_bytes]
+    return found

@@ -1,0 +1,179 @@
+"""A store: a directory with one folder a run; in it manifests, and a folder of payload for each.
+
+Readers follow manifests and list nothing else; a version exists from the instant at which its manifest
+does. Payload folders have names of their writer's own, so that writers never meet in one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import re
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from weightsync.codec.record import HEADER_BYTES, record_bytes
+from weightsync.codec.spans import Bytes, spans_of
+from weightsync.errors import ConfigError, IntegrityError, UnavailableError
+from weightsync.native_delta import Place
+from weightsync.store.durable import hash_file, read_file
+from weightsync.store.version import (
+    MAX_MANIFEST_BYTES,
+    Identity,
+    TensorEntry,
+    VersionManifest,
+    manifest_name,
+    plain_name,
+)
+
+LEASES: Final = "leases"
+WITHDRAWN: Final = "withdrawn-"
+_MANIFEST: Final = re.compile(r"v(\d{12})(-from-(\d{12}))?\.json")
+
+
+class Store:
+    """One run in a store directory. Reads only; see :class:`weightsync.store.Publisher`."""
+
+    def __init__(self, directory: Path | str, run_id: str) -> None:
+        try:
+            self.run_id = plain_name(run_id)
+        except ValueError as error:
+            raise ConfigError(f"run id: {error}") from error
+        self.directory = Path(directory)
+        self.path = self.directory / run_id
+
+    @staticmethod
+    def runs(directory: Path | str) -> list[str]:
+        """The runs in a store directory, by name."""
+        path = Path(directory)
+        if not path.is_dir():
+            raise UnavailableError(f"{path} is not a directory")
+        found = []
+        for entry in sorted(path.iterdir()):
+            if entry.is_dir() and any(_MANIFEST.fullmatch(p.name) for p in entry.iterdir()):
+                found.append(entry.name)
+        return found
+
+    def manifest_names(self) -> list[str]:
+        """Plain names of all manifests, oldest version first."""
+        if not self.path.is_dir():
+            return []
+        return sorted(p.name for p in self.path.iterdir() if _MANIFEST.fullmatch(p.name))
+
+    def versions(self) -> list[int]:
+        """All versions, rising; those with a manifest of their own, not only a fold."""
+        found = (_MANIFEST.fullmatch(name) for name in self.manifest_names())
+        return [int(m[1]) for m in found if m is not None and m[2] is None]
+
+    def latest(self) -> int | None:
+        """The newest version; None if there is none."""
+        return max(self.versions(), default=None)
+
+    def last_number(self) -> int:
+        """The highest number ever given in this run that can still be seen; -1 if none."""
+        if not self.path.is_dir():
+            return -1
+        names = (p.name.removeprefix(WITHDRAWN) for p in self.path.iterdir())
+        matches = (_MANIFEST.fullmatch(name) for name in names)
+        return max((int(m[1]) for m in matches if m is not None), default=-1)
+
+    def manifest(self, version: int) -> VersionManifest:
+        """Raises :class:`UnavailableError` if there is no such version, :class:`IntegrityError`."""
+        return self.read_manifest(manifest_name(version))
+
+    def read_manifest(self, name: str) -> VersionManifest:
+        """The same by the manifest's plain name."""
+        path = self.path / name
+        manifest = VersionManifest.from_bytes(read_file(path, MAX_MANIFEST_BYTES), str(path))
+        if manifest.run_id != self.run_id or manifest.file_name != name:
+            raise IntegrityError(
+                f"{path}: is of run {manifest.run_id!r} and should be {manifest.file_name}"
+            )
+        return manifest
+
+    def payload_path(self, manifest: VersionManifest) -> Path:
+        """The folder of a version's payload; of a full one: a Hugging Face checkpoint directory."""
+        return self.path / manifest.directory
+
+    def check_files(self, manifest: VersionManifest) -> None:
+        """Read every file of a version's payload and compare length and hash.
+
+        Raises :class:`UnavailableError` naming a missing file, :class:`IntegrityError` naming a
+        torn or changed one.
+        """
+        for file in manifest.files:
+            path = self.payload_path(manifest) / file.name
+            num_bytes, found = hash_file(path)
+            if (num_bytes, found) != (file.num_bytes, file.hash):
+                raise IntegrityError(
+                    f"{path}: got {num_bytes} bytes with hash {found}, expected {file.num_bytes} "
+                    f"with {file.hash}; it is torn or was changed"
+                )
+
+    def records(
+        self, manifest: VersionManifest, entry: TensorEntry
+    ) -> Iterator[tuple[Place, Bytes]]:
+        """The records of one tensor, one in memory at a time. Raises :class:`IntegrityError`."""
+        if not entry.has_records:
+            return
+        path = self.payload_path(manifest) / manifest.files[entry.file].name
+        places = {place.start_element: place for place in spans_of(entry.meta)}
+        left, last = entry.num_bytes, -1
+        with path.open("rb", buffering=0) as file:
+            file.seek(entry.offset_bytes)
+            while left > 0:
+                header = file.read(HEADER_BYTES)
+                num_bytes, start = record_bytes(header)
+                if num_bytes > left or start not in places or start <= last:
+                    raise IntegrityError(f"{path}: {entry.meta.name!r} has a record out of place")
+                record = np.empty(num_bytes, dtype=np.uint8)
+                record[:HEADER_BYTES] = np.frombuffer(header, dtype=np.uint8)
+                if file.readinto(record[HEADER_BYTES:].data) != num_bytes - HEADER_BYTES:
+                    raise IntegrityError(f"{path} ends early")
+                yield places[start], record
+                left, last = left - num_bytes, start
+
+    def route(
+        self, have: Identity | None, version: int, without: Collection[str] = ()
+    ) -> list[VersionManifest]:
+        """The cheapest way, in bytes, from what one has to ``version``: manifests to take in order.
+
+        A full version first means: start anew. What is ``have`` counts only where a delta names that
+        very version with that very root as its base. Searched from the target backwards, so that
+        a follower one version behind reads one manifest. Manifests named in ``without`` are not
+        used. Raises :class:`UnavailableError` if no way exists.
+        """
+        target = self.manifest(version).target
+        names = [name for name in self.manifest_names() if name not in without]
+        queue: list[tuple[int, int, Identity | None, list[VersionManifest]]] = [(0, 0, target, [])]
+        seen: set[Identity] = set()
+        count = 1
+        while queue:
+            cost, _, at, way = heapq.heappop(queue)
+            if at is None or at == have:
+                return way
+            if at in seen:
+                continue
+            seen.add(at)
+            for manifest in self._leading_to(at, names):
+                step = (cost + manifest.num_bytes, count, manifest.base, [manifest, *way])
+                heapq.heappush(queue, step)
+                count += 1
+        raise UnavailableError(
+            f"{self.path}: no full version and deltas lead to version {version}; "
+            "the publisher must write a full one"
+        )
+
+    def _leading_to(self, target: Identity, names: list[str]) -> Iterator[VersionManifest]:
+        """Manifests among ``names`` whose payload ends in ``target``; damaged ones are left out."""
+        stem = f"v{target.version:012}"
+        for name in names:
+            if name.startswith(stem):
+                # Collected since it was listed, or damaged: as if it were not there.
+                with contextlib.suppress(UnavailableError, IntegrityError):
+                    manifest = self.read_manifest(name)
+                    if manifest.target == target:
+                        yield manifest

@@ -1,0 +1,87 @@
+"""One delta in place of many: a fold stands beside the deltas that it replaces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from weightsync.checkpoints import read_index_files
+from weightsync.codec import (
+    apply_changes,
+    block_digests,
+    decode_tensor,
+    encode_tensor,
+    tensor_digest,
+)
+from weightsync.codec.spans import Bytes
+from weightsync.errors import ConfigError, IntegrityError
+from weightsync.store.directory import Store
+from weightsync.store.publish import DEFAULT_FILE_BYTES, RecordWriter, commit, payload_folder
+from weightsync.store.version import TensorEntry, VersionKind, VersionManifest
+from weightsync.types import TensorMeta
+
+
+def fold(store: Store, base_version: int, version: int) -> VersionManifest:
+    """Write the delta from ``base_version`` straight to ``version``, made of those between.
+
+    Reads the full version below the base; memory is two of the largest tensor. Raises
+    :class:`ConfigError` if there is nothing to fold, :class:`UnavailableError`,
+    :class:`IntegrityError`, :class:`BusyError` if it was done already.
+    """
+    base = store.manifest(base_version)
+    chain = store.route(base.target, version)
+    if len(chain) < 2 or chain[0].kind is VersionKind.FULL:
+        raise ConfigError(
+            f"nothing to fold from version {base_version} to {version}: "
+            "a single delta or a full version is the cheapest way already"
+        )
+    way = store.route(None, base_version)
+    for manifest in [*way, *chain]:
+        store.check_files(manifest)
+    last = chain[-1]
+    files = {t.meta.name: t for t in read_index_files(store.payload_path(way[0]))}
+    with payload_folder(store, f"v{version:012}-from-{base_version:012}") as folder:
+        writer = RecordWriter(folder, DEFAULT_FILE_BYTES, float("inf"))
+        entries = []
+        for entry in last.tensors:
+            tensor = files[entry.meta.name]
+            path = store.payload_path(way[0]) / tensor.file
+            old = np.fromfile(path, np.uint8, entry.meta.num_bytes, offset=tensor.offset_bytes)
+            _advance(store, way[1:], entry.meta, old)
+            new = old.copy()
+            _advance(store, chain, entry.meta, new)
+            digests = block_digests(entry.meta, old)
+            records = encode_tensor(entry.meta, old, new, digests)
+            entries.append(writer.add(entry.meta, (r for _, r in records), digests))
+            if tensor_digest(digests) != entry.digest:
+                raise IntegrityError(f"{entry.meta.name!r}: the chain leads to another tensor")
+        manifest = VersionManifest(
+            run_id=store.run_id,
+            kind=VersionKind.FOLD,
+            target=last.target,
+            base=base.target,
+            directory=folder.name,
+            files=writer.finish(),
+            tensors=tuple(entries),
+            num_changed=writer.num_changed,
+        )
+        commit(store, manifest)
+    return manifest
+
+
+def _advance(store: Store, chain: Sequence[VersionManifest], meta: TensorMeta, data: Bytes) -> None:
+    """Take one tensor through a chain of deltas, in place."""
+    for manifest in chain:
+        entry = _entry_of(manifest, meta)
+        digests = block_digests(meta, data)
+        records = store.records(manifest, entry)
+        for changes in list(decode_tensor(meta, records, data, digests, entry.digest)):
+            apply_changes(data, changes)
+
+
+def _entry_of(manifest: VersionManifest, meta: TensorMeta) -> TensorEntry:
+    for entry in manifest.tensors:
+        if entry.meta == meta:
+            return entry
+    raise IntegrityError(f"version {manifest.version} does not hold {meta.name!r} as {meta}")

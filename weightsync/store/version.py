@@ -1,0 +1,238 @@
+"""The manifest of one version in a store: what it is, what it stands on, which bytes hold it.
+
+JSON in one canonical form with a hash of itself, so that any changed byte shows. Names of files are
+plain names, never paths.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import cached_property
+from typing import Any, Final
+
+import numpy as np
+
+from weightsync.digest import digest_root, root_basis
+from weightsync.errors import IntegrityError, LayoutError
+from weightsync.store.durable import new_hasher
+from weightsync.types import TensorMeta
+
+FORMAT: Final = "weightsync-versions-1"
+MAX_MANIFEST_BYTES: Final = 1 << 30
+MAX_VERSION: Final = 10**12 - 1
+_PLAIN_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}")
+_HASH: Final = re.compile(r"[0-9a-f]{32}")
+_ROOT: Final = re.compile(r"[0-9a-f]{64}")
+_NO_FILE: Final = -1
+
+
+class VersionKind(StrEnum):
+    """What the payload of a version is."""
+
+    FULL = "full"  # safetensors with a Hugging Face index; stands on nothing
+    DELTA = "delta"  # records on the version before
+    FOLD = "fold"  # records on an older version, beside the deltas they replace
+
+
+@dataclass(frozen=True)
+class Identity:
+    """A version is never a bare number."""
+
+    version: int
+    root: str
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One file of the payload."""
+
+    name: str
+    num_bytes: int
+    hash: str
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor, its digest, and where its records lie; ``file`` is -1 if it has none (it did not
+    change, or the version is full)."""
+
+    meta: TensorMeta
+    digest: int
+    file: int = _NO_FILE
+    offset_bytes: int = 0
+    num_bytes: int = 0
+
+    @property
+    def has_records(self) -> bool:
+        return self.file != _NO_FILE
+
+
+@dataclass(frozen=True)
+class VersionManifest:
+    """One version of one run; ``root`` covers all tensors, those without records too."""
+
+    run_id: str
+    kind: VersionKind
+    target: Identity
+    base: Identity | None
+    directory: str  # plain name of the payload's folder
+    files: tuple[FileEntry, ...]
+    tensors: tuple[TensorEntry, ...]
+    num_changed: int = 0
+
+    @property
+    def version(self) -> int:
+        return self.target.version
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the payload."""
+        return sum(file.num_bytes for file in self.files)
+
+    @cached_property
+    def metas(self) -> tuple[TensorMeta, ...]:
+        return tuple(entry.meta for entry in self.tensors)
+
+    @property
+    def file_name(self) -> str:
+        """Of the manifest itself."""
+        if self.kind is VersionKind.FOLD and self.base is not None:
+            return fold_name(self.version, self.base.version)
+        return manifest_name(self.version)
+
+    def to_bytes(self) -> bytes:
+        """The canonical form."""
+        body = _canonical(self._to_json())
+        return body[:-1] + f',"zz_hash":"{_hash(body)}"}}'.encode()
+
+    def _to_json(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "run_id": self.run_id,
+            "kind": self.kind.value,
+            "version": self.version,
+            "root": self.target.root,
+            "base": None if self.base is None else [self.base.version, self.base.root],
+            "directory": self.directory,
+            "num_changed": self.num_changed,
+            "files": [[f.name, f.num_bytes, f.hash] for f in self.files],
+            "tensors": [
+                [
+                    t.meta.name, t.meta.dtype, list(t.meta.shape), f"{t.digest:016x}",
+                    t.file, t.offset_bytes, t.num_bytes,
+                ]
+                for t in self.tensors
+            ],
+        }  # fmt: skip
+
+    @classmethod
+    def from_bytes(cls, data: bytes, where: str) -> VersionManifest:
+        """Parse and check one; ``where`` is for messages. Raises :class:`IntegrityError`."""
+        try:
+            manifest = cls._from_json(json.loads(data))
+            if manifest.to_bytes() != data:
+                raise ValueError("its hash or its form is not what was written")
+            manifest._check()
+        except (KeyError, TypeError, ValueError, RecursionError, LayoutError) as error:
+            raise IntegrityError(f"{where}: not a manifest that can be trusted: {error}") from error
+        return manifest
+
+    @classmethod
+    def _from_json(cls, value: Any) -> VersionManifest:
+        if value["format"] != FORMAT:
+            raise ValueError(f"format {value['format']!r}, expected {FORMAT!r}")
+        base = value["base"]
+        return cls(
+            run_id=plain_name(value["run_id"]),
+            kind=VersionKind(value["kind"]),
+            target=_identity(value["version"], value["root"]),
+            base=None if base is None else _identity(*base),
+            directory=plain_name(value["directory"]),
+            num_changed=_count(value["num_changed"]),
+            files=tuple(
+                FileEntry(plain_name(n), _count(b), _matching(_HASH, h)) for n, b, h in value["files"]
+            ),
+            tensors=tuple(
+                TensorEntry(
+                    TensorMeta(str(n), str(d), tuple(_count(x) for x in s)),
+                    int(digest, 16), file, _count(offset), _count(size),
+                )
+                for n, d, s, digest, file, offset, size in value["tensors"]
+            ),
+        )  # fmt: skip
+
+    def _check(self) -> None:
+        if (self.base is None) != (self.kind is VersionKind.FULL):
+            raise ValueError("a full version stands on nothing, any other on a base")
+        if self.base is not None and self.base.version >= self.version:
+            raise ValueError(f"version {self.version} on a base of {self.base.version}")
+        names = [entry.meta.name for entry in self.tensors]
+        if len(set(names)) != len(names):
+            raise ValueError("a tensor is listed twice")
+        for entry in self.tensors:
+            if type(entry.file) is not int or not _NO_FILE <= entry.file < len(self.files):
+                raise ValueError(f"{entry.meta.name!r} lies in file {entry.file}")
+            if entry.has_records:
+                end = entry.offset_bytes + entry.num_bytes
+                if end > self.files[entry.file].num_bytes or entry.num_bytes == 0:
+                    raise ValueError(f"{entry.meta.name!r} does not lie within its file")
+        if root_of(self.tensors) != self.target.root:
+            raise ValueError("its root does not fit its tensors")
+
+    def renamed(self, directory: str) -> VersionManifest:
+        """The same with its payload in another folder."""
+        return replace(self, directory=directory)
+
+
+def manifest_name(version: int) -> str:
+    """The plain name of a version's manifest."""
+    return f"v{version:012}.json"
+
+
+def fold_name(version: int, base_version: int) -> str:
+    """The plain name of a fold's manifest."""
+    return f"v{version:012}-from-{base_version:012}.json"
+
+
+def root_of(tensors: Sequence[TensorEntry]) -> str:
+    """The root digest over all tensors."""
+    digests = np.array([entry.digest for entry in tensors], dtype=np.uint64)
+    return digest_root(root_basis([entry.meta for entry in tensors]), digests)
+
+
+def plain_name(value: Any) -> str:
+    """``value`` if it can be nothing but a name in its folder. Raises ``ValueError``."""
+    return _matching(_PLAIN_NAME, value)
+
+
+def _matching(pattern: re.Pattern[str], value: Any) -> str:
+    if not isinstance(value, str) or pattern.fullmatch(value) is None:
+        raise ValueError(f"{value!r} does not look as {pattern.pattern}")
+    return value
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 62:
+        raise ValueError(f"{value!r} is not a count")
+    return value
+
+
+def _identity(version: Any, root: Any) -> Identity:
+    if _count(version) > MAX_VERSION:
+        raise ValueError(f"version {version} is above {MAX_VERSION}")
+    return Identity(version, _matching(_ROOT, root))
+
+
+def _canonical(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":"), sort_keys=True).encode()
+
+
+def _hash(body: bytes) -> str:
+    hasher = new_hasher()
+    hasher.update(body)
+    found: str = hasher.hexdigest()
+    return found
