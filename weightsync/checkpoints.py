@@ -156,12 +156,6 @@ def read_tensors(directory: Path) -> list[FileTensor]:
     Reads headers only. Raises :class:`ConfigError` if the directory has no safetensors
     checkpoint, and :class:`LayoutError` that names the file if one cannot be trusted.
     """
-    tensors = read_index_files(directory)
-    return [IndexEntry(t.meta.name, t.meta.dtype, t.meta.shape, t.file) for t in tensors]
-
-
-def read_index_files(directory: Path) -> list[FileTensor]:
-    """The same with where in its file each tensor lies. Raises what :func:`read_index` raises."""
     single, index = directory / SINGLE_FILE, directory / INDEX_FILE
     if single.is_file():
         return read_header(single)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from weightsync import workloads
-from weightsync.checkpoints import read_index_files
+from weightsync.checkpoints import read_tensors
 from weightsync.store import Publisher, Store
 from weightsync.store.publish import Weight, Weights
 from weightsync.types import TensorMeta
@@ -57,7 +57,7 @@ def published(
 def held(folder: Path) -> dict[str, bytes]:
     """The bytes of every tensor of a checkpoint folder."""
     found = {}
-    for tensor in read_index_files(folder):
+    for tensor in read_tensors(folder):
         data = (folder / tensor.file).read_bytes()
         start = tensor.offset_bytes
         found[tensor.meta.name] = data[start : start + tensor.meta.num_bytes]

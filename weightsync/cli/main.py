@@ -21,8 +21,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"weightsync {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (bench, plan, doctor):
-    for command in (bench, delta, doctor):
+    for command in (bench, plan, delta, doctor):
         command.add_parser(commands)
     return parser
 

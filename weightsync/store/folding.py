@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from weightsync.checkpoints import read_index_files
+from weightsync.checkpoints import read_tensors
 from weightsync.codec import (
     apply_changes,
     block_digests,
@@ -40,7 +40,7 @@ def fold(store: Store, base_version: int, version: int) -> VersionManifest:
     for manifest in [*way, *chain]:
         store.check_files(manifest)
     last = chain[-1]
-    files = {t.meta.name: t for t in read_index_files(store.payload_path(way[0]))}
+    files = {t.meta.name: t for t in read_tensors(store.payload_path(way[0]))}
     with payload_folder(store, f"v{version:012}-from-{base_version:012}") as folder:
         writer = RecordWriter(folder, DEFAULT_FILE_BYTES, float("inf"))
         entries = []

@@ -24,7 +24,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from weightsync.checkpoints import read_index_files
+from weightsync.checkpoints import read_tensors
 from weightsync.codec import apply_changes, block_digests, decode_tensor, tensor_digest
 from weightsync.codec.spans import Bytes
 from weightsync.errors import (
@@ -351,7 +351,7 @@ class _Files:
     def __init__(self, folder: Path, *, is_writable: bool) -> None:
         self.folder = folder
         self._writable = is_writable
-        self._tensors = {t.meta.name: t for t in read_index_files(folder)}
+        self._tensors = {t.meta.name: t for t in read_tensors(folder)}
         self._maps: dict[str, mmap.mmap] = {}
         self._fds: dict[str, int] = {}
 
