@@ -18,6 +18,7 @@ from weightsync.deadline import Deadline
 from weightsync.errors import ConfigError, DeadlineError, PeerLostError, ProtocolError
 from weightsync.kept import Kept
 from weightsync.layout import Layout, PlacedBox, TensorLayout, join_layouts
+from weightsync.layouts.check import check_layout
 from weightsync.manifest import Digests
 from weightsync.plan import RefitPlan
 from weightsync.ranks import Hub, Meeting, PendingCalls, RankPipe, answer_of
@@ -178,7 +179,9 @@ class Crew:
         def make() -> Layout:
             parts = [as_rank(own, 0, self.world_size)]
             parts += [self._layout(rank, digests[rank]) for rank in sorted(digests)]
-            return join_layouts(parts)
+            joined = join_layouts(parts)
+            check_layout(joined)
+            return joined
 
         return self._joints.get(key, make)
 

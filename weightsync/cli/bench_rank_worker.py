@@ -29,10 +29,11 @@ class _RankWorker:
         torch.set_num_threads(1)
         torch.set_grad_enabled(False)
         self.rank, self.size = rank, size
-        self._store = dist.FileStore(store + ".weightsync", size)
+        files: Any = getattr(dist, "FileStore")  # noqa: B009  (its stubs do not export it)
+        self._store = files(store + ".weightsync", size)
         dist.init_process_group(
             "gloo",
-            store=dist.FileStore(store, size),
+            store=files(store, size),
             rank=rank,
             world_size=size,
             timeout=datetime.timedelta(seconds=_GROUP_LIMIT_S),
@@ -78,7 +79,8 @@ class EngineRank(_RankWorker):
         from weightsync.cli.bench_core import flip_bits
 
         shards = Shards(self.rank, self.size, split.get("tp", 1), split.get("ep", 1))
-        group = ALONE if self.size == 1 else Group.of(dist.group.WORLD)
+        world: Any = dist.group.WORLD
+        group = ALONE if self.size == 1 else Group.of(world)
         self._core = Engine.from_pretrained(
             Path(str(model.directory)), shards=shards, group=group, kv_cache_tokens=1024,
             max_context=64, max_running=8,
