@@ -8,10 +8,8 @@ beside it and the link moved.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import json
-import mmap
 import os
 import shutil
 import uuid
@@ -20,13 +18,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-import numpy as np
-
-from weightsync.checkpoints import read_tensors
 from weightsync.codec import apply_changes, block_digests, decode_tensor, tensor_digest
-from weightsync.codec.spans import Bytes
 from weightsync.errors import (
     BusyError,
     IntegrityError,
@@ -38,12 +32,12 @@ from weightsync.faults import reach
 from weightsync.store import redo
 from weightsync.store.directory import Store
 from weightsync.store.durable import (
-    named_errors,
     read_file,
     replace_file,
     sync_directory,
     write_durable,
 )
+from weightsync.store.mapped import MappedFiles
 from weightsync.store.version import (
     Identity,
     TensorEntry,
@@ -51,7 +45,6 @@ from weightsync.store.version import (
     VersionManifest,
     root_of,
 )
-from weightsync.types import TensorMeta
 
 CURRENT: Final = "current"
 _STATE: Final = ".weightsync-state.json"
@@ -199,7 +192,7 @@ class LocalCheckpoint:
         state = self._read_state()
         if state is None:
             raise UnavailableError(f"{self.directory} holds no version")
-        with _Files(self.path, is_writable=False) as files:
+        with MappedFiles(self.path, is_writable=False) as files:
             entries = [
                 TensorEntry(meta, tensor_digest(block_digests(meta, files.data(meta.name))))
                 for meta in files.metas
@@ -245,7 +238,7 @@ class LocalCheckpoint:
         redo_path = self.path / _REDO
         redo_path.unlink(missing_ok=True)
         try:
-            with _Files(self.path, is_writable=False) as files:
+            with MappedFiles(self.path, is_writable=False) as files:
                 num_bytes, found = write_durable(redo_path, _redo_chunks(store, manifest, files))
         except BaseException:
             redo_path.unlink(missing_ok=True)
@@ -262,7 +255,7 @@ class LocalCheckpoint:
         redo_path = self.path / _REDO
         redo.check_redo(redo_path, state.redo_bytes or 0, state.redo_hash)
         header, entries = redo.read_redo(redo_path)
-        with _Files(self.path, is_writable=True) as files:
+        with MappedFiles(self.path, is_writable=True) as files:
             for tensor, changes in entries:
                 apply_changes(files.data(header.touched[tensor].meta.name), changes)
                 reach("local.half")
@@ -324,7 +317,7 @@ def _pieces(path: Path) -> Iterator[bytes]:
 
 
 def _redo_chunks(
-    store: Store, manifest: VersionManifest, files: _Files
+    store: Store, manifest: VersionManifest, files: MappedFiles
 ) -> Iterator[bytes | memoryview]:
     """The whole log; every tensor of the version is digested on the way, changed or not."""
     if files.metas != sorted(manifest.metas, key=lambda m: m.name):
@@ -343,59 +336,3 @@ def _redo_chunks(
             yield from redo.entry_chunks(place[entry.meta.name], changes)
         files.forget(entry.meta.name)
     reach("local.decoded")
-
-
-class _Files:
-    """The safetensors of a local folder, mapped."""
-
-    def __init__(self, folder: Path, *, is_writable: bool) -> None:
-        self.folder = folder
-        self._writable = is_writable
-        self._tensors = {t.meta.name: t for t in read_tensors(folder)}
-        self._maps: dict[str, mmap.mmap] = {}
-        self._fds: dict[str, int] = {}
-
-    @property
-    def metas(self) -> list[TensorMeta]:
-        return [self._tensors[name].meta for name in sorted(self._tensors)]
-
-    def data(self, name: str) -> Bytes:
-        """The bytes of one tensor, uint8 [num_bytes]."""
-        tensor = self._tensors[name]
-        if tensor.meta.num_bytes == 0:
-            return np.empty(0, dtype=np.uint8)
-        return np.frombuffer(
-            self._map(tensor.file), np.uint8, tensor.meta.num_bytes, tensor.offset_bytes
-        )
-
-    def forget(self, name: str) -> None:
-        """Let the kernel drop the pages of a tensor's file that were read."""
-        mapped = self._maps.get(self._tensors[name].file)
-        if mapped is not None:
-            mapped.madvise(mmap.MADV_DONTNEED)
-
-    def sync(self) -> None:
-        """Makes everything that was written durable."""
-        with named_errors("writing", self.folder):
-            for name, mapped in self._maps.items():
-                mapped.flush()
-                os.fsync(self._fds[name])
-
-    def _map(self, file: str) -> mmap.mmap:
-        if file not in self._maps:
-            flags = os.O_RDWR if self._writable else os.O_RDONLY
-            access = mmap.ACCESS_WRITE if self._writable else mmap.ACCESS_READ
-            fd = os.open(self.folder / file, flags)
-            self._fds[file] = fd
-            self._maps[file] = mmap.mmap(fd, 0, access=access)
-        return self._maps[file]
-
-    def __enter__(self) -> _Files:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        for mapped in self._maps.values():
-            with contextlib.suppress(BufferError):  # a view in a traceback still looks at it
-                mapped.close()
-        for fd in self._fds.values():
-            os.close(fd)

@@ -1,7 +1,8 @@
 // The block codec for the CPU at hand.
 #pragma once
 
-#include "weightsync/delta_block.hpp"
+#include "weightsync/delta_block_decode.hpp"
+#include "weightsync/delta_block_encode.hpp"
 
 namespace weightsync {
 
