@@ -36,7 +36,7 @@ CARD_COLLECTIVE = 50e9 * C.broadcast_share.value
 
 @dataclass(frozen=True)
 class Case:
-    """A published cluster. Layouts of engines are published; those of trainers mostly are not."""
+    """A published cluster. Miles and NeMo-RL publish the engines' layouts; trainers' mostly nobody does."""
 
     model: str
     who: str
