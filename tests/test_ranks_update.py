@@ -4,6 +4,7 @@ transaction holds for all of them."""
 from __future__ import annotations
 
 import importlib.util
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,13 @@ import pytest
 from rank_engines import Store, engine_ranks, job
 from updating import OPTIONS, Arrays, digests, only, ways
 
-from weightsync.errors import DeadlineError, UpdateFailedError, WeightSyncError
+from weightsync.errors import (
+    DeadlineError,
+    PeerLostError,
+    UpdateFailedError,
+    WeightSyncError,
+)
+from weightsync.ranks import answer_of, answers_of
 from weightsync.receiver import Receiver
 from weightsync.sender import Sender
 from weightsync.transports.nixl_binding import NIXL_MODULES
@@ -299,3 +306,50 @@ def test_a_rank_that_is_late_to_send_is_named() -> None:
         with pytest.raises(DeadlineError, match="trainer rank 1"), both.senders[0].update(1) as u:
             u.send(weights(1))
         served(ranks, None, weights(0))
+
+
+def test_an_update_that_rank_0_gave_up_before_another_rank_entered_it_is_over() -> None:
+    """Both count on: the next update is the same one on both."""
+    ranks = engine_ranks(weights(0), 2)
+    with job(ranks, num_trainers=2) as both:
+        both.refit(1, stages(weights(1), 2))
+        first, second = both.senders
+        with pytest.raises(ValueError, match="no loss"), first.update(2):
+            raise ValueError("no loss")
+        with pytest.raises(WeightSyncError, match="ValueError: no loss"), second.update(2) as late:
+            late.send(weights(2))
+        both.refit(3, stages(weights(3), 2))
+        served(ranks, 3, weights(3))
+
+
+def test_several_sends_of_all_ranks_add_up() -> None:
+    ranks = engine_ranks(weights(0), 2)
+    with job(ranks, num_trainers=3) as both:
+        for version in range(1, 6):
+            whole = weights(version)
+            parts = stages(whole, 3)
+
+            def act(rank: int, sender: Any, version: int = version, parts: Any = parts) -> None:
+                with sender.update(version) as update:
+                    update.send({n: a for n, a in parts[rank].items() if n != "norm"})
+                    update.send({"norm": parts[rank]["norm"]})
+
+            both.on_trainer_ranks(act)
+            served(ranks, version, whole)
+
+
+def test_a_deadline_of_another_rank_is_told_as_it_is() -> None:
+    future: Future[dict[str, Any]] = Future()
+    future.set_exception(DeadlineError("engine rank 3", "attach", 5.0, 5.1))
+    with pytest.raises(DeadlineError, match="engine rank 3"):
+        answer_of(future, "trainer rank 1", "attach", 60.0)
+
+
+def test_the_rank_that_failed_is_named_though_another_hangs() -> None:
+    hanging: Future[dict[str, Any]] = Future()
+    failed: Future[dict[str, Any]] = Future()
+    failed.set_exception(PeerLostError("trainer rank 2: its process ended"))
+    with pytest.raises(PeerLostError, match="rank 2"):
+        answers_of({1: hanging, 2: failed}, "trainer", "move", 60.0)
+    with pytest.raises(DeadlineError, match="trainer rank 1"):
+        answers_of({1: hanging}, "trainer", "move", 0.01)

@@ -21,7 +21,7 @@ from weightsync.layout import Layout, PlacedBox, TensorLayout, join_layouts
 from weightsync.layouts.check import check_layout
 from weightsync.manifest import Digests
 from weightsync.plan import RefitPlan
-from weightsync.ranks import Hub, Meeting, PendingCalls, RankPipe, answer_of
+from weightsync.ranks import Hub, Meeting, PendingCalls, RankPipe, answers_of
 from weightsync.source_ends import (
     Contracts,
     Publication,
@@ -81,6 +81,8 @@ class Crew:
         self._meeting, self._welcome = meeting, dict(welcome)
         self._pipes: dict[int, RankPipe] = {}
         self._gone: dict[int, str] = {}
+        self._channels: dict[int, Channel] = {}
+        self._is_complete = False
         self._calls = PendingCalls()
         self._changed = threading.Condition()
         self._layouts: Kept[tuple[int, str], Layout] = Kept(256)
@@ -94,9 +96,17 @@ class Crew:
                 f"rank {rank} connects to the engines {theirs}, rank 0 to {ours}: give every rank "
                 "the same list"
             )
+        with self._changed:
+            if self._is_complete:
+                raise ConfigError(
+                    f"trainer rank {rank} has joined already: a rank that was restarted cannot take its "
+                    "place in a running trainer; restart all of them, or give another trainer another "
+                    "name="
+                )
         channel.send({"kind": "joined", **self._welcome})
         with self._changed:
             former = self._pipes.get(rank)
+            self._channels[rank] = channel
             self._pipes[rank] = RankPipe(
                 channel,
                 lambda message: self._calls.answered(rank, message),
@@ -109,6 +119,8 @@ class Crew:
 
     def _on_lost(self, rank: int, channel: Channel, reason: str) -> None:
         with self._changed:
+            if self._channels.get(rank) is not channel:
+                return  # of a channel that was replaced
             self._gone[rank] = reason
         self._calls.lose(rank, f"trainer rank {rank}: {reason}")
 
@@ -123,6 +135,7 @@ class Crew:
                         deadline.limit_s, deadline.elapsed_s(),
                     )  # fmt: skip
                 self._changed.wait(deadline.slice_s())
+            self._is_complete = True
 
     # --- calls --------------------------------------------------------------------------------------
 
@@ -142,11 +155,7 @@ class Crew:
     def ask(self, calls: Mapping[int, Mapping[str, Any]], stage: str, limit_s: float) -> Replies:
         """Ask ranks at once and wait for all. Raises the first error, naming the rank."""
         futures = {rank: self.call(rank, what) for rank, what in calls.items()}
-        deadline = Deadline(limit_s, peer="trainer ranks", stage=stage)
-        return {
-            rank: answer_of(future, f"trainer rank {rank}", stage, deadline.remaining_s())
-            for rank, future in futures.items()
-        }
+        return answers_of(futures, "trainer", stage, limit_s)
 
     def ask_all(self, what: Mapping[str, Any], stage: str, limit_s: float) -> Replies:
         """The same question to every rank."""
@@ -255,15 +264,22 @@ class EngineHelpers:
         ranks = [rank for rank in targets_of(plan) if rank != 0]
         self._crew.ask(dict.fromkeys(ranks, what), "share", _ANSWER_S)
 
-    def fill(self, plan: RefitPlan, session_id: str, move_id: int) -> Sequence[Future[Any]]:
+    def fill(
+        self, plan: RefitPlan, ranks: Sequence[int], session_id: str, move_id: int
+    ) -> Sequence[Future[Any]]:
         what = {
             "do": "fill", "engine": self._engine, "plan_digest": plan.digest,
             "session_id": session_id, "move_id": move_id,
         }  # fmt: skip
-        return [self._crew.call(rank, what) for rank in targets_of(plan) if rank != 0]
+        return [self._crew.call(rank, what) for rank in ranks]
 
     def cancel(self, session_id: str, reason: str) -> None:
-        self._crew.tell({"kind": "cancel", "session_id": session_id, "reason": reason})
+        self._crew.tell(
+            {
+                "kind": "cancel", "engine": self._engine, "session_id": session_id,
+                "reason": reason,
+            }
+        )  # fmt: skip
 
 
 def digests_to_text(digests: Digests) -> str:

@@ -21,6 +21,7 @@ from weightsync.errors import (
     DeadlineError,
     PeerLostError,
     ProtocolError,
+    TooLargeError,
 )
 from weightsync.layout import Layout, join_layouts
 from weightsync.messages import VERBS, Request, decode, encode, verb_of
@@ -119,9 +120,12 @@ class Followers:
         with self._changed:
             level = logging.INFO if rank in self._leaving else logging.WARNING
             _LOG.log(level, "rank %d of the engine is gone: %s", rank, reason)
+            gone = None
             if self._channels.get(rank) is channel:  # else it has come back
-                self._pipes.pop(rank, None)
+                gone = self._pipes.pop(rank, None)
         self._calls.lose(rank, f"rank {rank} of the engine: {reason}")
+        if gone is not None:
+            gone.close()
 
     # --- what is said -------------------------------------------------------------------------------
 
@@ -129,8 +133,12 @@ class Followers:
         """Send an order, or lose it if the rank is not there. Never waits."""
         with self._changed:
             pipe = self._pipes.get(rank)
-        if pipe is not None:
+        if pipe is None:
+            return
+        try:
             pipe.put({"kind": "order", "order": to_json(for_rank(order, rank))})
+        except (TooLargeError, TypeError):  # then the rank does not report, and is named for it
+            _LOG.exception("rank %d of the engine was not told %s", rank, type(order).__name__)
 
     def set_tag(self, tag: str | None) -> None:
         """Which connection of which run holds the engine now."""
@@ -138,9 +146,8 @@ class Followers:
             if tag == self._tag:
                 return
             self._tag = tag
-            pipes = list(self._pipes.values())
-        for pipe in pipes:
-            pipe.put({"kind": "run", "tag": tag})
+            for pipe in self._pipes.values():
+                pipe.put({"kind": "run", "tag": tag})
 
     def call(self, rank: int, request: Request, tag: str) -> Future[dict[str, Any]]:
         """Ask a rank; the answer, or what it raised."""
@@ -216,6 +223,8 @@ class Uplink:
         try:
             return self._whole.result(timeout=max(deadline.remaining_s(), 1e-3))
         except FutureTimeout:
+            if self._whole.done():
+                raise
             raise DeadlineError(
                 "the other ranks of the engine", deadline.stage, deadline.limit_s,
                 deadline.elapsed_s(),

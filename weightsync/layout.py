@@ -190,6 +190,8 @@ def join_layouts(parts: Sequence[Layout]) -> Layout:
                 f"rank {rank} declares a layout of {part.world_size} ranks, there are {len(parts)}"
             )
         for tensor in part.tensors:
+            if any(p.rank != rank for p in tensor.placed):
+                raise LayoutError(f"{tensor.name!r}: rank {rank} declares boxes of other ranks")
             known = tensors.setdefault(tensor.name, tensor)
             if (known.wire_forms, known.kind) != (tensor.wire_forms, tensor.kind):
                 raise LayoutError(

@@ -10,7 +10,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Protocol
@@ -85,8 +85,10 @@ class Helpers(Protocol):
         """Hand the plan for an engine of so many ranks to every rank that has a part in it."""
         ...
 
-    def fill(self, plan: RefitPlan, session_id: str, move_id: int) -> Sequence[Future[Any]]:
-        """Every rank begins to fill its slots."""
+    def fill(
+        self, plan: RefitPlan, ranks: Sequence[int], session_id: str, move_id: int
+    ) -> Sequence[Future[Any]]:
+        """Those ranks begin to fill their slots."""
         ...
 
     def cancel(self, session_id: str, reason: str) -> None:
@@ -118,6 +120,7 @@ class EngineLink:
         self.layout: Layout | None = None
         self.epoch = ""
         self.is_broken = True
+        self.is_stale = False  # like broken, but the engine still hears us
         self._num_connections = 0
         self.phases: dict[str, float] = {}
 
@@ -168,7 +171,7 @@ class EngineLink:
         if self._helpers is None:  # else it shows with the first plan who feeds whom
             everyone = {0: tuple(range(layout.world_size))}
             self._attach(everyone, Deadline(max(limit_s, 1.0), peer=self.peer, stage="attach"))
-        self.is_broken = False
+        self.is_broken = self.is_stale = False
         reach("trainer.attached")
 
     def _adopt(self, answer: Mapping[str, Any]) -> Layout:
@@ -262,7 +265,9 @@ class EngineLink:
         if self._helpers is not None:
             self._helpers.share(plan, source, target.world_size)
         shares = digest_shares(plan, source.world_size, target.world_size)
-        return Bound(plan, source, shares, targets_of(plan).get(0, ()))
+        feeds = targets_of(plan)
+        others = tuple(rank for rank in feeds if rank != 0)
+        return Bound(plan, source, shares, feeds.get(0, ()), others)
 
     def _check_contract(self, plan: RefitPlan) -> None:
         """A stream where the transport would read directly, were it not for a conversion."""
@@ -350,30 +355,40 @@ class EngineLink:
         others: Sequence[Future[Any]] = ()
         try:
             if self._helpers is not None:
-                others = self._helpers.fill(bound.plan, session_id, move_id)
+                others = self._helpers.fill(bound.plan, bound.helpers, session_id, move_id)
                 for future in others:
                     future.add_done_callback(
                         lambda f: token.cancel("a trainer rank failed") if f.exception() else None
                     )
             self.ends.fill(bound, session_id, move_id, token)
+            self._wait_for_all([asked, *others])
         except BaseException as error:
-            if self._helpers is not None:
-                self._helpers.cancel(session_id, f"{type(error).__name__}: {error}"[:200])
+            self._give_fill_up(session_id, error, others)
             if not isinstance(error, CancelledError | PeerLostError):
                 raise
-            if asked.done() and asked.exception() is not None:
-                asked.result()
-            self._raise_failed(others)
+            for future in (asked, *others):
+                if future.done() and future.exception() is not None:
+                    future.result()
             raise
-        asked.result()
-        for future in others:
-            future.result(timeout=self._options.deadline_s)
 
-    @staticmethod
-    def _raise_failed(others: Sequence[Future[Any]]) -> None:
-        for future in others:
-            if future.done() and future.exception() is not None:
-                future.result()
+    def _wait_for_all(self, futures: Sequence[Future[Any]]) -> None:
+        """Until all have ended well; raises what the first that failed raised."""
+        limit_s = self._stage_limit_s
+        done, pending = wait(futures, timeout=limit_s, return_when=FIRST_EXCEPTION)
+        for future in done:
+            future.result()
+        if pending:
+            raise DeadlineError(f"{self.peer} or a trainer rank", "move", limit_s, limit_s)
+
+    def _give_fill_up(
+        self, session_id: str, error: BaseException, others: Sequence[Future[Any]]
+    ) -> None:
+        """No other rank may fill slots any more when this returns, or the transports are joined anew."""
+        if self._helpers is None:
+            return
+        self._helpers.cancel(session_id, f"{type(error).__name__}: {error}"[:200])
+        _, pending = wait(others, timeout=_STATUS_LIMIT_S)
+        self.is_stale |= bool(pending)
 
     def prepare(self, session_id: str, manifests: list[dict[str, Any]]) -> None:
         """``manifests`` has one for each rank of the engine."""

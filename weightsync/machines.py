@@ -65,6 +65,7 @@ class Machines:
         self._token_of_job: CancelToken | None = None
         self._version: Version | None = None  # that this rank resumed with
         self._num_connections = 0
+        self._lost_leader: str | None = None
         self.session_start_s = 0.0
 
     def tell_tag(self, told: Callable[[str | None], None]) -> None:
@@ -172,10 +173,16 @@ class Machines:
         self._rank, found = step_rank(self._rank, order, time.monotonic())
         return list(found)
 
+    def lose_leader(self, reason: str) -> None:
+        """The channel to the leader is gone: nobody says any more what this rank may serve."""
+        with self._lock:
+            self._lost_leader = reason
+            self.refuse(None)
+
     def refuse(self, reason: str | None) -> None:
-        """Refuse to generate, or (None) do so again."""
+        """Refuse to generate, or (None) do so again, unless the leader is lost for good."""
         try:
-            self._hands.refuse(reason)
+            self._hands.refuse(reason or self._lost_leader)
         except Exception:  # foreign code must not end the thread that fed the machines
             _LOG.exception("the adapter could not refuse (%s)", reason)
 

@@ -123,6 +123,8 @@ class RankCalls:
         try:
             found = future.result(timeout=min(max(0.0, request.wait_s), MAX_WAIT_S))
         except FutureTimeout:
+            if future.done() and future.exception() is not None:
+                raise
             raise BusyError(
                 f"the engine did not come to a step boundary within {request.wait_s:.1f} s"
             ) from None

@@ -39,6 +39,8 @@ from weightsync.transports.base import PreparedRead, TargetEndpoint
 from weightsync.types import Contract, Placement
 
 _POLL_S: Final = 0.02
+#: Of each plan there is one for each trainer rank.
+_NUM_READS: Final = 4096
 
 #: (epoch, publication or None: as it was told before) of a trainer rank.
 Published = tuple[str, Any]
@@ -79,7 +81,7 @@ class RankMoves:
         self._rank = index.rank
         self._device = device
         self._threads = num_threads
-        self._reads: Kept[tuple[str, int, str, Placement, bool], PreparedRead] = Kept()
+        self._reads: Kept[tuple[str, int, str, Placement, bool], PreparedRead] = Kept(_NUM_READS)
         self._unpacks: Kept[tuple[str, int, bytes, int, Placement], tuple[Table, SegmentCopy]] = (
             Kept(1024)
         )
@@ -286,10 +288,9 @@ def _at_once(
 def _wait_for_all(
     futures: Sequence[Future[Digests | None]], outer: Deadline, token: CancelToken
 ) -> None:
-    while True:
-        done, pending = wait(futures, timeout=_POLL_S, return_when=FIRST_EXCEPTION)
-        if not pending:
-            return
+    pending = set(futures)
+    while pending:
+        done, pending = wait(pending, timeout=_POLL_S, return_when=FIRST_EXCEPTION)
         if any(f.exception() is not None for f in done):
             token.cancel("another trainer rank failed")
         elif outer.token is not None and outer.token.is_cancelled:

@@ -22,7 +22,7 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.faults import reach
-from weightsync.kept import Kept
+from weightsync.kept import NUM_KEPT, Kept
 from weightsync.layout import Layout
 from weightsync.naming import Rule
 from weightsync.options import SenderOptions
@@ -42,6 +42,8 @@ from weightsync.transports.base import Transport
 
 #: Beyond the limits that rank 0 keeps: it says how an update ended even when it ran into one.
 _GRACE_S: Final = 30.0
+#: How long a copy that was given up may still look at what it copies.
+_BORROW_S: Final = 60.0
 
 
 class RankSender:
@@ -71,6 +73,8 @@ class RankSender:
         self._num_updates = 0
         self._update: RankUpdate | None = None
         self._lost: str | None = None
+        self._last_ended: Mapping[str, Any] | None = None
+        self._num_running = 0  # calls that use the tensors on offer
         self.changed = threading.Condition()
         self._pool = ThreadPoolExecutor(2 + 2 * len(clients), "weightsync-rank")
         self._pipe = RankPipe(channel, self._on_frame, self._on_lost)
@@ -108,8 +112,8 @@ class RankSender:
             case "call":
                 self._pool.submit(self._answer, message)
             case "cancel":
-                for engine in self._engines:
-                    engine.cancel(str(message.get("session_id")), str(message.get("reason")))
+                engine = self._engines[int(message["engine"])]
+                engine.cancel(str(message.get("session_id")), str(message.get("reason")))
             case "moved" | "sent" | "ended":
                 with self.changed:
                     self._heard(message)
@@ -120,8 +124,11 @@ class RankSender:
     def _heard(self, message: Mapping[str, Any]) -> None:
         update = self._update
         if message["kind"] == "moved":
-            for index in message["engines"]:
-                self._engines[int(index)].was_moved()
+            moved = {int(index) for index in message["engines"]}
+            for index, engine in enumerate(self._engines):
+                engine.was_moved(is_told=index in moved)
+        if message["kind"] == "ended":
+            self._last_ended = message
         if update is not None and update.number == message.get("update"):
             update.heard(message)
 
@@ -139,7 +146,15 @@ class RankSender:
             return self._wait_in_update(what, lambda u: u.offered_for(int(what["move"])))
         if what.get("do") == "leave":
             return self._wait_in_update(what, RankUpdate.is_left)
-        tensors = self._offered()
+        tensors = self._borrow()
+        try:
+            return self._do_with(what, tensors)
+        finally:
+            with self.changed:
+                self._num_running -= 1
+                self.changed.notify_all()
+
+    def _do_with(self, what: Mapping[str, Any], tensors: LocalTensors) -> Mapping[str, Any]:
         if what.get("do") == "layout":
             return {"layout": tensors.layout.to_json()}
         engine = self._engines[int(what["engine"])]
@@ -171,12 +186,24 @@ class RankSender:
                 deadline.check()
                 self.changed.wait(deadline.slice_s())
 
-    def _offered(self) -> LocalTensors:
+    def _borrow(self) -> LocalTensors:
+        """The tensors on offer; `send` does not return while they are in use."""
         with self.changed:
             tensors = None if self._update is None else self._update.tensors
-        if tensors is None:
-            raise SessionError(f"trainer rank {self.rank} is not in `send`")
-        return tensors
+            if tensors is None:
+                raise SessionError(f"trainer rank {self.rank} is not in `send`")
+            self._num_running += 1
+            return tensors
+
+    def wait_for_borrowers(self) -> None:
+        """Until nobody reads what was on offer; fills that nobody waits for are given up."""
+        deadline = Deadline(_BORROW_S, peer=f"trainer rank {self.rank}", stage="send")
+        with self.changed:
+            while self._num_running:
+                for engine in self._engines:
+                    engine.cancel_fills("the move is over")
+                deadline.check()
+                self.changed.wait(deadline.slice_s())
 
     def _taken(self) -> Kept[str, Any]:
         if self._update is None:
@@ -185,12 +212,15 @@ class RankSender:
 
     # --- for updates ----------------------------------------------------------------------------------
 
-    def enter(self, update: RankUpdate) -> int:
-        """Note the update that is open; its number."""
+    def enter(self, update: RankUpdate) -> None:
+        """Note the update that is open, and number it. Rank 0 may have ended it already."""
         with self.changed:
             self._num_updates += 1
+            update.number = self._num_updates
             self._update = update
-        return self._num_updates
+            last = self._last_ended
+            if last is not None and int(last["update"]) >= update.number:
+                update.heard(last)
 
     def leave(self) -> None:
         """No update is open any more."""
@@ -216,9 +246,10 @@ class _Engine:
     def __init__(self, ends: SourceEnds) -> None:
         self.ends = ends
         self._connection: int | None = None
-        self._bound: Kept[str, Bound] = Kept()
+        self._bound: dict[str, Bound] = {}  # the oldest first, as rank 0 and the engine count
         self._published: Sequence[Publication] = ()
         self._tokens: dict[str, CancelToken] = {}
+        self._filling: set[str] = set()  # sessions
         self._lock = threading.Lock()
 
     def attach(self, what: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -234,14 +265,19 @@ class _Engine:
         plan, source = RefitPlan.from_json(what["plan"]), Layout.from_json(what["source"])
         shares = digest_shares(plan, source.world_size, int(what["num_targets"]))
         targets = targets_of(plan).get(rank, ())
-        self._bound.get(plan.digest, lambda: Bound(plan, source, shares, targets))
+        with self._lock:
+            self._bound.pop(plan.digest, None)
+            self._bound[plan.digest] = Bound(plan, source, shares, targets)
+            while len(self._bound) > NUM_KEPT:
+                del self._bound[next(iter(self._bound))]
         return {}
 
     def _plan(self, what: Mapping[str, Any]) -> Bound:
-        def missing() -> Bound:
+        with self._lock:
+            found = self._bound.get(str(what["plan_digest"]))
+        if found is None:
             raise ProtocolError("the plan of this move was never shared with this rank")
-
-        return self._bound.get(str(what["plan_digest"]), missing)
+        return found
 
     def describe(
         self,
@@ -262,7 +298,14 @@ class _Engine:
     def fill(self, what: Mapping[str, Any], tensors: LocalTensors) -> Mapping[str, Any]:
         session_id = str(what["session_id"])
         reach("trainer.move")
-        self.ends.fill(self._plan(what), session_id, int(what["move_id"]), self._token(session_id))
+        with self._lock:
+            self._filling.add(session_id)
+        try:
+            token = self._token(session_id)
+            self.ends.fill(self._plan(what), session_id, int(what["move_id"]), token)
+        finally:
+            with self._lock:
+                self._filling.discard(session_id)
         return {}
 
     def _token(self, session_id: str) -> CancelToken:
@@ -276,8 +319,18 @@ class _Engine:
     def cancel(self, session_id: str, reason: str) -> None:
         self._token(session_id).cancel(reason)
 
-    def was_moved(self) -> None:
-        self.ends.was_told(self._published)
+    def cancel_fills(self, reason: str) -> None:
+        """Stop what is being filled now; a session that only waits goes on."""
+        with self._lock:
+            running = list(self._filling)
+        for session_id in running:
+            self.cancel(session_id, reason)
+
+    def was_moved(self, *, is_told: bool) -> None:
+        """A move is over; of an engine that took it, what was published needs no description again."""
+        if is_told:
+            self.ends.was_told(self._published)
+        self._published = ()
 
 
 class RankUpdate:
@@ -299,7 +352,7 @@ class RankUpdate:
         self.report: UpdateReport | None = None
 
     def __enter__(self) -> RankUpdate:
-        self.number = self._sender.enter(self)
+        self._sender.enter(self)
         return self
 
     def send(self, source: Any) -> None:
@@ -328,6 +381,7 @@ class RankUpdate:
         finally:
             with sender.changed:
                 self.tensors = None
+            sender.wait_for_borrowers()
         if self._has_ended:
             self._raise_ended()
 
@@ -362,6 +416,7 @@ class RankUpdate:
                 self.tensors = None  # the next question is about the next offer
             case "sent":
                 self._is_sent = True
+                self.tensors = None  # the next question is about another call of send
             case "ended":
                 self._ended = message
 
@@ -376,7 +431,8 @@ class RankUpdate:
                         f"{error}"[:500]
                     )
                 sender.changed.notify_all()
-            limit_s = options.deadline_s + 2 * options.commit_timeout_s + _GRACE_S
+            # Rank 0 may need its limits of prepare and of commit, and ask how it ended.
+            limit_s = options.deadline_s + 4 * options.commit_timeout_s + _GRACE_S
             deadline = Deadline(limit_s, peer="trainer rank 0", stage="commit")
             if error is None:
                 sender.wait(lambda: self._has_ended, deadline)

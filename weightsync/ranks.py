@@ -15,7 +15,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import FIRST_EXCEPTION, Future, InvalidStateError, wait
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from dataclasses import dataclass
@@ -35,6 +35,7 @@ from weightsync.errors import (
     to_wire,
 )
 from weightsync.transports.channel import Channel, Listener, close_fds, connect
+from weightsync.transports.frames import encode_frame
 
 _LOG = logging.getLogger(__name__)
 
@@ -187,7 +188,24 @@ def answer_of(
     try:
         return future.result(timeout=max(limit_s, 1e-3))
     except FutureTimeout:
+        if future.done():  # a deadline of its own, which is what it answers
+            raise
         raise DeadlineError(peer, stage, limit_s, limit_s) from None
+
+
+def answers_of(
+    futures: Mapping[int, Future[dict[str, Any]]], whose: str, stage: str, limit_s: float
+) -> dict[int, dict[str, Any]]:
+    """Wait for the answers of several ranks. Raises what the first that failed raised, at once, or
+    :class:`DeadlineError` naming those that did not answer; ``whose`` says of what they are ranks."""
+    done, pending = wait(futures.values(), timeout=max(limit_s, 1e-3), return_when=FIRST_EXCEPTION)
+    for future in done:
+        if (error := future.exception()) is not None:
+            raise error
+    if pending:
+        late = ", ".join(str(rank) for rank, future in futures.items() if future in pending)
+        raise DeadlineError(f"{whose} rank {late}", stage, limit_s, limit_s)
+    return {rank: future.result() for rank, future in futures.items()}
 
 
 class RankPipe:
@@ -201,7 +219,7 @@ class RankPipe:
         on_lost: Callable[[str], None],
     ) -> None:
         self._channel, self._on_frame, self._on_lost = channel, on_frame, on_lost
-        self._outgoing: queue.SimpleQueue[Mapping[str, Any] | None] = queue.SimpleQueue()
+        self._outgoing: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
         self._token = CancelToken()
         self._threads = [
             threading.Thread(target=target, name=f"weightsync-rank-{name}", daemon=True)
@@ -211,8 +229,9 @@ class RankPipe:
             thread.start()
 
     def put(self, message: Mapping[str, Any]) -> None:
-        """Send a frame soon, or never if the other end is lost."""
-        self._outgoing.put(message)
+        """Send a frame soon, or never if the other end is lost. Raises :class:`TooLargeError`, or
+        ``TypeError`` for what is no JSON."""
+        self._outgoing.put(encode_frame(message))
 
     def close(self) -> None:
         """End both directions; what was put is sent first, if the other end takes it."""
@@ -225,11 +244,14 @@ class RankPipe:
             self._threads[1].join(timeout=5.0)
 
     def _send(self) -> None:
-        while (message := self._outgoing.get()) is not None:
+        while (data := self._outgoing.get()) is not None:
             try:
-                self._channel.send(message)
-            except WeightSyncError as error:  # the hearing side notices, too
+                self._channel.send_encoded(data)
+            except WeightSyncError as error:
+                # A frame that is missing may be the one that others wait for: the end must be seen.
                 _LOG.info("ranks: %s", error)
+                self._channel.close()
+                return
 
     def _hear(self) -> None:
         reason = "closed"
@@ -264,7 +286,11 @@ class Hub:
         self._token = CancelToken()
         self._thread = threading.Thread(target=self._accept, name="weightsync-ranks", daemon=True)
         self._thread.start()
-        meeting.announce(self._listener.address())
+        try:
+            meeting.announce(self._listener.address())
+        except BaseException:
+            self.close()
+            raise
 
     def _accept(self) -> None:
         what = f"ranks of the {self._meeting.side}"

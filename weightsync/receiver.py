@@ -47,7 +47,7 @@ from weightsync.messages import (
 from weightsync.rank_calls import MAX_WAIT_S, RankCalls, stats_of
 from weightsync.rank_session import ReceiverHooks
 from weightsync.rank_work import RankWork
-from weightsync.ranks import Meeting, answer_of
+from weightsync.ranks import Meeting, answers_of
 from weightsync.session import (
     Answer,
     Heartbeat,
@@ -328,6 +328,8 @@ class Receiver:
             self._machines.feed(event)
             return future.result(timeout=min(max(0.0, wait_s), MAX_WAIT_S))
         except FutureTimeout:
+            if future.done() and future.exception() is not None:
+                raise  # a deadline of the session's
             return {"pending": True, "phase": self._leader.phase.value}
         finally:
             self._answers.pop(number, None)
@@ -416,12 +418,10 @@ class Receiver:
     def _on_all(self, request: Request, tag: str, limit_s: float) -> list[dict[str, Any]]:
         """What every rank answers, in rank order; all are asked before any is waited for."""
         others = range(1, self._meeting.world_size)
-        asked = [(r, self._rank(r).call(r, request, tag)) for r in others]
-        answers = [self._calls.serve(request, tag)]
-        for rank, future in asked:
-            peer = f"rank {rank} of the engine"
-            answers.append(answer_of(future, peer, verb_of(request), limit_s))
-        return answers
+        asked = {r: self._rank(r).call(r, request, tag) for r in others}
+        own = self._calls.serve(request, tag)
+        found = answers_of(asked, "the engine's", verb_of(request), limit_s)
+        return [own, *(found[rank] for rank in others)]
 
     def _add_plan(self, request: PlanRequest) -> dict[str, Any]:
         tag = self._hold(request.run_id)
@@ -472,7 +472,7 @@ class Receiver:
     def _lost_leader(self, reason: str) -> None:
         if not self._closed:
             _LOG.error("rank %d lost the leader of its engine: %s", self._meeting.rank, reason)
-            self._machines.refuse(
+            self._machines.lose_leader(
                 f"rank {self._meeting.rank} lost the leader of its engine ({reason}); restart the engine"
             )
 

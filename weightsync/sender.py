@@ -38,7 +38,7 @@ from weightsync.options import SenderOptions, resolve_options
 from weightsync.rank_sender import RankSender
 from weightsync.ranks import Meeting
 from weightsync.report import EngineReport, UpdateReport, report_to_json
-from weightsync.source_ends import Bound, Publication, digest_sources, targets_of
+from weightsync.source_ends import Bound, Publication, digest_sources
 from weightsync.sources import resolve_bucket
 from weightsync.tensors import LocalTensors
 from weightsync.transports import get_transport
@@ -89,7 +89,7 @@ class Sender:
         world_size = 1 if crew is None else crew.world_size
         self._collector = Collector(rules, options.cast, options.bucket_bytes, 0, world_size)
         self._update: Update | None = None
-        self._bases: Kept[tuple[Any, ...], ManifestBasis] = Kept(32)
+        self._bases: Kept[tuple[str, ...], dict[int, ManifestBasis]] = Kept(8)
         self._closed = threading.Event()
         # Two a link: giving up must not queue behind what is being given up.
         self._pool = ThreadPoolExecutor(2 * max(1, len(self._links)), "weightsync-sender")
@@ -244,7 +244,11 @@ class Sender:
                 (s.plan.digest, s.plan.metas if rank == WHOLE else s.metas(rank)) for s in moves
             )
 
-        return self._bases.get((rank, *(shares.plan.digest for shares in moves)), make)
+        plans = tuple(shares.plan.digest for shares in moves)
+        of_ranks: dict[int, ManifestBasis] = self._bases.get(plans, dict)
+        if rank not in of_ranks:
+            of_ranks[rank] = make()
+        return of_ranks[rank]
 
 
 def _client(engine: Any, token: str | None) -> ControlClient:
@@ -290,7 +294,7 @@ class Update:
     def _connect_again(self, session: _Session) -> None:
         link = session.link
         link.phases = {}
-        if link.is_broken or link.lost() is not None:
+        if link.is_broken or link.is_stale or link.lost() is not None:
             link.is_broken = True
             link.connect()
 
@@ -359,10 +363,15 @@ class Update:
         taken: Kept[str, Digests] = Kept()  # engines of one layout share their plan
 
         def act(session: _Session) -> None:
-            bound, digests, published = self._ready(
-                session, lambda: self._describe(session, tensors, source, taken)
-            )
-            session.link.move(session.session_id, move_id, bound, published, session.token)
+            try:
+                bound, digests, published = self._ready(
+                    session, lambda: self._describe(session, tensors, source, taken)
+                )
+                session.link.move(session.session_id, move_id, bound, published, session.token)
+            except WeightSyncError:
+                # What another rank lost shows here only by its error: all join their transports anew.
+                session.link.is_stale |= self._sender._crew is not None
+                raise
             reach("trainer.moved")
             session.moves.append((bound.shares, digests))
             session.num_bytes += bound.plan.total_bytes
@@ -387,12 +396,11 @@ class Update:
             bound.plan.digest, lambda: digest_sources(bound, 0, tensors, num_threads)
         )
         if sender._crew is not None:
-            ranks = [rank for rank in targets_of(bound.plan) if rank != 0]
             theirs, sums = sender._crew.describe(
                 sender._links.index(link),
                 bound.plan,
                 bound.shares.num_owners,
-                ranks,
+                bound.helpers,
                 sender.options.deadline_s,
             )
             published, digests = [*published, *theirs], digests + sums
@@ -429,18 +437,19 @@ class Update:
         if error is not None:
             self._give_up(error)
             return
+        crew = self._sender._crew
         try:
-            if (
-                self._sender._crew is not None
-            ):  # who left it by an error says so, and nothing is decided
-                self._sender._crew.leave(self._number, self._sender.options.deadline_s)
+            if crew is not None:  # who left it by an error says so, and nothing is decided
+                crew.leave(self._number, self._sender.options.deadline_s)
             with suppress(WeightSyncError):  # recorded for each engine; reported below
                 self._on_sessions(self._prepare_and_commit)
         except BaseException as raised:  # an interrupt: no session may stay open behind it
             self._give_up(raised)
             raise
-        self._finish()
-        self._tell_end()
+        try:
+            self._finish()
+        finally:
+            self._tell_end()
         if self.report is None or self.report.is_committed:
             return  # also where only the answer to a commit was lost
         ended = zip(self._sessions, self.report.engines, strict=True)
@@ -458,8 +467,10 @@ class Update:
             session.error = session.error or SessionError(
                 f"left by {type(error).__name__}: {error}"
             )
-        self._finish()
-        self._tell_end(error)
+        try:
+            self._finish()
+        finally:
+            self._tell_end(error)
         error.add_note(str(self.report))
 
     def _prepare_and_commit(self, session: _Session) -> None:

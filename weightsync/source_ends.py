@@ -58,6 +58,7 @@ class Bound:
     source: Layout  # of all trainer ranks
     shares: DigestShares
     targets: tuple[int, ...] = ()  # engine ranks that this rank feeds
+    helpers: tuple[int, ...] = ()  # on rank 0: the other trainer ranks that have a part in it
     packs: dict[int, list[SlotPack]] = field(default_factory=dict)  # of each, for streams
     device: str = CPU  # where the sources lie, and with them the ring
     addresses: tuple[RegionAddress, ...] = ()  # those that the packs were made for
@@ -68,10 +69,12 @@ class Bound:
 
 def targets_of(plan: RefitPlan) -> dict[int, tuple[int, ...]]:
     """The engine ranks that each trainer rank feeds, rising."""
-    found: dict[int, set[int]] = {}
-    for t in plan.transfers:
-        found.setdefault(t.source_rank, set()).add(t.target_rank)
-    return {rank: tuple(sorted(targets)) for rank, targets in sorted(found.items())}
+    columns = plan.transfers
+    pairs = np.unique(np.stack((columns.source_rank, columns.target_rank), axis=1), axis=0)
+    found: dict[int, list[int]] = {}
+    for source, target in pairs.tolist():
+        found.setdefault(source, []).append(target)
+    return {rank: tuple(targets) for rank, targets in found.items()}
 
 
 class SourceEnds:

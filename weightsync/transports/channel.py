@@ -98,8 +98,13 @@ class Channel:
 
         Waits only while the peer takes nothing off the wire: until ``deadline``, else for 10 s.
         """
+        self.send_encoded(encode_frame(message), fds, deadline)
+
+    def send_encoded(
+        self, data: memoryview, fds: Sequence[int] = (), deadline: Deadline | None = None
+    ) -> None:
+        """Likewise for what :func:`encode_frame` made."""
         limit = deadline or Deadline(_SEND_LIMIT_S, peer=self._peer, stage="send a frame")
-        data = encode_frame(message)
         sent = 0
         try:
             with self._send_lock:
