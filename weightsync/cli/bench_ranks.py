@@ -102,7 +102,7 @@ class _Run:
     ) -> None:
         self._settings, self._choice, self._folder = settings, choice, folder
         self._engines, self._trainers = sides["engine"], sides["trainer"]
-        self._whole = load(choice, 0)
+        self._whole = _load_here(choice)
         self._expected: list[DigestTable] = []
 
     def measure(self, trainer: Mapping[str, int], engine: Mapping[str, int]) -> dict[str, Any]:
@@ -166,7 +166,7 @@ class _Run:
     def _change(self, mask: int) -> None:
         for worker in self._trainers:
             worker.send("change", mask=mask)
-        change_all(self._whole, mask)
+        change_all(self._whole, mask)  # of ``.data``: no gradient is in the way
         for worker in self._trainers:
             worker.answer("change")
 
@@ -223,6 +223,17 @@ class _Run:
             "pause_s": statistics.median([refit["pause_s"] for refit in later]),
             "verified": is_verified,
         }
+
+
+def _load_here(choice: ModelChoice) -> Any:
+    """The module in this process, whose ways with gradients are its own."""
+    import torch
+
+    was_enabled = torch.is_grad_enabled()
+    try:
+        return load(choice, 0)
+    finally:
+        torch.set_grad_enabled(was_enabled)
 
 
 def _all(workers: Sequence[WorkerProcess], command: str, **arguments: Any) -> list[dict[str, Any]]:
