@@ -18,7 +18,7 @@ from typing import Any
 
 from weightsync.errors import ProtocolError, TooLargeError
 
-MAX_FRAME_BYTES = 256 * 2**20
+MAX_FRAME_BYTES = 64 * 2**20
 MAX_FDS = 64
 _HEAD = struct.Struct("<I")
 _FD = struct.Struct("i")
