@@ -109,6 +109,8 @@ class Machines:
                 actions.extend(found)
             if self.leader is not None and not isinstance(event, JobDone):
                 actions.extend(self._step_leader(self.leader, event))
+            if isinstance(event, Connect):
+                self._count_connection(event.run_id)
             self._carry_out(actions)
 
     def hear(self, order: Order) -> None:
@@ -132,7 +134,12 @@ class Machines:
         run = None if self.leader is None else self.leader.run
         if run is not None and run.run_id == run_id:
             self.feed(RunLost(run_id, f"trainer run {run_id!r} connected again"))
-        self._num_connections += 1
+
+    def _count_connection(self, run_id: str) -> None:
+        """Of one that was accepted: whoever is refused changes nothing for the run that holds."""
+        run = None if self.leader is None else self.leader.run
+        if run is not None and run.run_id == run_id:
+            self._num_connections += 1
 
     def _step_leader(self, leader: LeaderState, event: LeaderEvent) -> list[Any]:
         had_session = leader.spec is not None

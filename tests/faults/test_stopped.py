@@ -107,6 +107,7 @@ def test_the_trainer_stops_for_longer_than_its_lease(
         answer = stopped.receive(LIMIT_S)
         assert answer["error"] in (
             "SessionError",
+            "DeadlineError",
             "PeerLostError",
             "UpdateFailedError",
             "TaintedError",

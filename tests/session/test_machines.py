@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from weightsync.machines import Hands, Machines
-from weightsync.session import JobDone, Open, Scope, SessionSpec, Tick, Welcome
+from weightsync.session import Connect, JobDone, Open, Scope, SessionSpec, Tick, Welcome
 from weightsync.types import Placement
 
 SPEC = SessionSpec("s", "run", 1, Scope(), Placement.STAGED, 20.0, 20.0)
@@ -61,3 +61,15 @@ def test_a_rank_that_lost_its_leader_stays_out(monkeypatch: pytest.MonkeyPatch) 
     assert machines._rank.spec is None, "the session was given up"
     assert machines._rank.refusal is None, "the machine itself has nothing against it"
     assert seen.refused[-1] == "its process ended"
+
+
+def test_a_run_that_is_refused_changes_nothing_for_the_one_that_holds() -> None:
+    """Else the transports of the holder would be taken for those of a connection that is over."""
+    machines = Machines(0, 1, "life", Recorder().hands())
+    machines.start()
+    machines.feed(Connect(1, "first", 60.0))
+    held = machines.tag
+    machines.feed(Connect(2, "second", 60.0))
+    assert machines.tag == held
+    machines.feed(Connect(3, "first", 60.0))
+    assert machines.tag not in (held, None), "the same run again is another connection"
