@@ -17,7 +17,7 @@ import numpy as np
 from weightsync.deadline import Deadline
 from weightsync.errors import ConfigError, DeadlineError, PeerLostError, ProtocolError
 from weightsync.kept import Kept
-from weightsync.layout import Layout, PlacedBox, TensorLayout, join_layouts
+from weightsync.layout import Layout, join_layouts
 from weightsync.layouts.check import check_layout
 from weightsync.manifest import Digests
 from weightsync.plan import RefitPlan
@@ -36,36 +36,6 @@ _ANSWER_S: Final = 60.0
 _GRACE_S: Final = 2.0
 
 Replies = dict[int, dict[str, Any]]
-
-
-def as_rank(layout: Layout, rank: int, world_size: int) -> Layout:
-    """What one process declares of itself, as a rank of several; unchanged if it does so already."""
-    if layout.world_size == world_size:
-        return layout
-    if layout.world_size != 1:
-        raise ConfigError(
-            f"rank {rank} of {world_size} sends tensors of a layout of {layout.world_size} ranks"
-        )
-    tensors = tuple(
-        TensorLayout(
-            t.name,
-            t.wire_forms,
-            tuple(
-                PlacedBox(rank, p.box, p.region, p.offset_bytes, p.strides_bytes, p.dtype)
-                for p in t.placed
-            ),
-            t.kind,
-        )
-        for t in layout.tensors
-    )
-    return Layout(
-        world_size, tensors, regions_of(layout.regions[0], rank, world_size), layout.aliases
-    )
-
-
-def regions_of(own: Any, rank: int, world_size: int) -> Any:
-    """A rank's regions among those of all ranks, which are not its own to declare."""
-    return tuple(own if r == rank else () for r in range(world_size))
 
 
 def nothing(world_size: int) -> Layout:
@@ -186,7 +156,7 @@ class Crew:
         key = (own.digest, *(digests[rank] for rank in sorted(digests)))
 
         def make() -> Layout:
-            parts = [as_rank(own, 0, self.world_size)]
+            parts = [own]  # its collector speaks of all ranks already
             parts += [self._layout(rank, digests[rank]) for rank in sorted(digests)]
             joined = join_layouts(parts)
             check_layout(joined)
@@ -232,8 +202,8 @@ class Crew:
 class EngineHelpers:
     """The crew in what concerns one engine; see :class:`weightsync.link.Helpers`."""
 
-    def __init__(self, crew: Crew, engine: int, deadline_s: float) -> None:
-        self._crew, self._engine, self._deadline_s = crew, engine, deadline_s
+    def __init__(self, crew: Crew, engine: int) -> None:
+        self._crew, self._engine = crew, engine
 
     def attach(
         self,

@@ -152,7 +152,7 @@ class Sender:
                 get_transport(transport),
                 checked,
                 found,
-                None if crew is None else EngineHelpers(crew, i, checked.deadline_s),
+                None if crew is None else EngineHelpers(crew, i),
             )
             for i, client in enumerate(clients)
         ]
