@@ -31,7 +31,6 @@ __global__ __launch_bounds__(kBlockThreads) void digest_grid_kernel(
             digests + owners[unit.row]);
 }
 
-// The second look at the source finds it in the cache.
 template <WordKind kind>
 __global__ __launch_bounds__(kBlockThreads) void copy_digest_kernel(
     const CopyDigestUnit* __restrict__ units, UnitCounts counts,
@@ -40,9 +39,7 @@ __global__ __launch_bounds__(kBlockThreads) void copy_digest_kernel(
     if (share.unit >= counts.total()) return;
     const CopyDigestUnit unit = units[share.unit];
     const DigestOwner row = rows[unit.row];
-    lanes::copy_unit<lanes::convert_of(kind)>(unit.copy, share, 0, 0, this_lane());
-    const std::uint64_t sum = lanes::digest_unit<kind>(lanes::digest_part<kind>(unit), row.seed,
-                                                       share, kCopyWarpBytes, this_lane());
+    const std::uint64_t sum = lanes::copy_digest_unit<kind>(unit, row.seed, share, this_lane());
     add_sum(sum, share.is_shared, digests + row.owner);
 }
 

@@ -51,9 +51,7 @@ void run_fused(const CopyDigestUnits& units, std::uint64_t* out) {
     run_units(units.fused[static_cast<int>(kind)],
               [&](const CopyDigestUnit& unit, const WarpShare& share, std::uint32_t lane) {
                   const DigestOwner& row = units.digested.rows[unit.row];
-                  lanes::copy_unit<lanes::convert_of(kind)>(unit.copy, share, 0, 0, lane);
-                  out[row.owner] += lanes::digest_unit<kind>(lanes::digest_part<kind>(unit),
-                                                             row.seed, share, kCopyWarpBytes, lane);
+                  out[row.owner] += lanes::copy_digest_unit<kind>(unit, row.seed, share, lane);
               });
 }
 

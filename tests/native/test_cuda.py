@@ -341,8 +341,12 @@ def test_owner_out_of_range_is_refused() -> None:
 # --- both at once ---------------------------------------------------------------------------------
 
 
-def fused_tables(kind: str) -> tuple[Table, Table, int, int]:
-    """Segments and the digests of what they read: plain, misaligned, strided and empty rows."""
+def fused_tables(kind: str, alignment: str) -> tuple[Table, Table, int, int]:
+    """Segments and the digests of what they read: plain, strided and empty rows.
+
+    "lines": both sides and the words' blocks begin together, so that a unit is read once.
+    """
+    is_apart = alignment == "apart"
     word_bytes, convert = KINDS[kind]
     memory_bytes = 4 if convert else word_bytes
     scale = 2 if convert else 1
@@ -350,10 +354,13 @@ def fused_tables(kind: str) -> tuple[Table, Table, int, int]:
     begin = 0
     for i, num_words in enumerate([0, 1, 7, 512, 1024, 4099, 20_000, 70_001]):
         num_bytes = num_words * memory_bytes
-        source, target = begin + 4 * (i % 3), begin // scale + 2 * (i % 5)
+        source, target = begin, begin // scale
+        if is_apart:
+            source, target = begin + 4 * (i % 3), begin // scale + 2 * (i % 5)
         segments.append((source, target, num_bytes, convert, *NO_DIMS))
-        digests.append((source, word_bytes, num_words, 77, 3 * i, convert, *NO_DIMS))
-        begin += -(-num_bytes // 16) * 16 + 32
+        index = 3 * i if is_apart else 8 * i
+        digests.append((source, word_bytes, num_words, 77, index, convert, *NO_DIMS))
+        begin += -(-num_bytes // 128) * 128 + (32 if is_apart else 0)
     run = 10 * memory_bytes
     segments.append((begin, begin, run, convert, *(6, run + 4, run), *(1, 0, 0) * 2))
     digests.append((begin, word_bytes, 10, 78, 1, convert, *(6, run + 4, 10), *(1, 0, 0) * 2))
@@ -361,13 +368,23 @@ def fused_tables(kind: str) -> tuple[Table, Table, int, int]:
     return segment_table(*segments), digest_table(*digests), end, end
 
 
+def at_a_line(block: Bytes) -> Bytes:
+    """A copy that begins at a line of 128 bytes, as memory of a device does."""
+    memory = np.empty(len(block) + 128, dtype=np.uint8)
+    first = -memory.ctypes.data % 128
+    copy = memory[first : first + len(block)]
+    copy[:] = block
+    return copy
+
+
+@pytest.mark.parametrize("alignment", ["lines", "apart"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("device", ["twin", ON_GPU])
-def test_copy_with_digest(kind: str, device: str) -> None:
-    segments, digests, num_source, num_target = fused_tables(kind)
-    source = random_bytes(num_source)
+def test_copy_with_digest(kind: str, device: str, alignment: str) -> None:
+    segments, digests, num_source, num_target = fused_tables(kind, alignment)
+    source = at_a_line(random_bytes(num_source))
     target = np.full(num_target, 0xA5, dtype=np.uint8)
-    found = target.copy()
+    found = at_a_line(target)
     if device == "twin":
         bases = {"source_ptr": source.ctypes.data, "target_ptr": found.ctypes.data}
         a, b = moved(segments, **bases), moved(digests, ptr=source.ctypes.data)

@@ -211,8 +211,87 @@ WEIGHTSYNC_HD inline DigestUnit digest_part(const CopyDigestUnit& unit) {
             unit.row};
 }
 
+// What the 16 bytes at an even multiple of 16 into a block-aligned run add: whole blocks of them,
+// or (4-byte words) half of one; a digest is linear in its words. `unmixed` is the argument of the
+// mix of their first block.
+template <WordKind kind>
+WEIGHTSYNC_HD inline std::uint64_t digest_vector(const Vec16& vector, std::uint64_t unmixed,
+                                                 bool is_second_half) {
+    if constexpr (kind == WordKind::bytes) {
+        const Block<kind> low{{vector.w[0], vector.w[1]}};
+        const Block<kind> high{{vector.w[2], vector.w[3]}};
+        return digest_mix(unmixed) * low.inner_sum() +
+               digest_mix(unmixed + kDigestGolden) * high.inner_sum();
+    } else if constexpr (kind == WordKind::halves) {
+        const Block<kind> block{{vector.w[0], vector.w[1], vector.w[2], vector.w[3]}};
+        return digest_mix(unmixed) * block.inner_sum();
+    } else {
+        constexpr std::uint32_t k[kDigestBlockWords] = WEIGHTSYNC_DIGEST_K;
+        std::uint64_t sum = 0;
+        WEIGHTSYNC_UNROLL
+        for (int j = 0; j < 4; ++j) {
+            sum += std::uint64_t{is_second_half ? k[4 + j] : k[j]} * vector.w[j];
+        }
+        return digest_mix(unmixed) * sum;
+    }
+}
+
+// Copies vectors lane, lane + 32, ... and returns what they add; each is read once, into registers.
+// `first_block` is that of the first vector, which begins it.
+template <WordKind kind>
+WEIGHTSYNC_HD inline std::uint64_t copy_digest_vectors(
+    unsigned char* target, const unsigned char* source, std::uint32_t num_vectors,
+    std::uint64_t seed, std::uint64_t first_block, std::uint32_t lane) {
+    constexpr int unroll = 8;
+    std::uint64_t sum = 0;
+    for (std::uint32_t first = lane; first < num_vectors; first += kWarpLanes * unroll) {
+        Vec16 vectors[unroll];
+        WEIGHTSYNC_UNROLL
+        for (int u = 0; u < unroll; ++u) {
+            const std::uint32_t i = first + u * kWarpLanes;
+            if (i < num_vectors) vectors[u] = load<Vec16>(source + 16 * i);
+        }
+        WEIGHTSYNC_UNROLL
+        for (int u = 0; u < unroll; ++u) {
+            const std::uint32_t i = first + u * kWarpLanes;
+            if (i < num_vectors) store(target + 16 * i, vectors[u]);
+        }
+        WEIGHTSYNC_UNROLL
+        for (int u = 0; u < unroll; ++u) {
+            const std::uint32_t i = first + u * kWarpLanes;
+            const std::uint64_t block = first_block + 16 * i / block_bytes(kind);
+            if (i < num_vectors) {
+                sum += digest_vector<kind>(vectors[u], seed + block * kDigestGolden, i % 2 == 1);
+            }
+        }
+    }
+    return sum;
+}
+
 WEIGHTSYNC_HD constexpr Convert convert_of(WordKind kind) {
     return kind == WordKind::fp32_as_bf16 ? Convert::fp32_to_bf16 : Convert::none;
+}
+
+// The part of a warp in a fused unit: copies it, and returns what its words add to the digest. What
+// is aligned on both sides is read once; for the rest the second look finds it in the cache.
+template <WordKind kind>
+WEIGHTSYNC_HD inline std::uint64_t copy_digest_unit(const CopyDigestUnit& unit, std::uint64_t seed,
+                                                    const WarpShare& share, std::uint32_t lane) {
+    if constexpr (kind != WordKind::fp32_as_bf16) {
+        const std::int64_t begin = share.share * kCopyWarpBytes;
+        const auto* source = reinterpret_cast<const unsigned char*>(unit.copy.source_ptr) + begin;
+        auto* target = reinterpret_cast<unsigned char*>(unit.copy.target_ptr) + begin;
+        const std::uint32_t num_bytes =
+            share.is_shared ? static_cast<std::uint32_t>(kCopyWarpBytes) : unit.copy.num_bytes;
+        const auto index = static_cast<std::uint64_t>(unit.index + begin / memory_word_bytes(kind));
+        if (is_aligned(source, 16) && is_aligned(target, 16) && num_bytes % 16 == 0 &&
+            index % kDigestBlockWords == 0) {
+            return copy_digest_vectors<kind>(target, source, num_bytes / 16, seed,
+                                             index / kDigestBlockWords, lane);
+        }
+    }
+    copy_unit<convert_of(kind)>(unit.copy, share, 0, 0, lane);
+    return digest_unit<kind>(digest_part<kind>(unit), seed, share, kCopyWarpBytes, lane);
 }
 
 }  // namespace weightsync::lanes
