@@ -6,7 +6,6 @@ the digests of their tensors, in their order.
 
 from __future__ import annotations
 
-import base64
 import binascii
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -64,7 +63,7 @@ class Manifest:
 
     def to_json(self) -> dict[str, Any]:
         """``digests`` are little-endian 64-bit words, base64."""
-        body = base64.b64encode(self.digests.astype("<u8").tobytes()).decode()
+        body = binascii.b2a_base64(self.digests.astype("<u8").tobytes(), newline=False).decode()
         return {"plans": list(self.basis.plans), "digests": body, "root": self.root}
 
     @classmethod
@@ -75,7 +74,7 @@ class Manifest:
         """
         try:
             plans = [str(p) for p in value["plans"]]
-            body = base64.b64decode(value["digests"], validate=True)
+            body = binascii.a2b_base64(value["digests"], strict_mode=True)
             root = str(value["root"])
         except (KeyError, TypeError, ValueError, binascii.Error) as error:
             raise ProtocolError(f"malformed manifest: {error!r}") from error

@@ -7,7 +7,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -59,6 +59,7 @@ class _Session:
     moves: list[tuple[DigestShares, Digests]] = field(
         default_factory=list
     )  # and sums of all owners
+    ahead: Future[tuple[str, list[dict[str, Any]]]] | None = None  # manifests of the first move
     root: str = ""
     num_bytes: int = 0
     contract: Contract | None = None
@@ -367,6 +368,10 @@ class Update:
                 bound, digests, published = self._ready(
                     session, lambda: self._describe(session, tensors, source, taken)
                 )
+                if not session.moves and bound.plan.contract is Contract.DIRECT:
+                    session.ahead = self._sender._pool.submit(
+                        self._manifests, session, [(bound.shares, digests)]
+                    )
                 session.link.move(session.session_id, move_id, bound, published, session.token)
             except WeightSyncError:
                 # What another rank lost shows here only by its error: all join their transports anew.
@@ -480,22 +485,32 @@ class Update:
             # A round in which nobody has anything still ends its session.
             self._ready(session, lambda: None)
         reach("trainer.prepare")
-        session.link.prepare(session.session_id, self._manifests(session))
+        session.link.prepare(session.session_id, self._all_manifests(session))
         reach("trainer.prepared")
         session.is_commit_asked = True
         session.stats = session.link.commit(session.session_id).get("stats", {})
         reach("trainer.committed")
 
-    def _manifests(self, session: _Session) -> list[dict[str, Any]]:
-        """For each rank of the engine, of what it got; notes the root of the whole."""
-        moves = [shares for shares, _ in session.moves]
+    def _all_manifests(self, session: _Session) -> list[dict[str, Any]]:
+        """Those of what was moved, which for a single move were made while it went on."""
+        if session.ahead is None or len(session.moves) != 1:
+            session.root, found = self._manifests(session, session.moves)
+        else:
+            session.root, found = session.ahead.result()
+        return found
+
+    def _manifests(
+        self, session: _Session, moved: Sequence[tuple[DigestShares, Digests]]
+    ) -> tuple[str, list[dict[str, Any]]]:
+        """The root of the whole, and for each rank of the engine a manifest of what it gets."""
+        moves = [shares for shares, _ in moved]
 
         def manifest(rank: int, each: Callable[[DigestShares, Digests], Digests]) -> Manifest:
-            values = [each(shares, sums) for shares, sums in session.moves]
+            values = [each(shares, sums) for shares, sums in moved]
             joined: Digests = np.concatenate([np.zeros(0, dtype=np.uint64), *values])
             return Manifest(self._sender._basis(moves, rank), joined)
 
-        session.root = manifest(WHOLE, DigestShares.whole).root if moves else ""
+        root = manifest(WHOLE, DigestShares.whole).root if moves else ""
         found = []
         for rank in range(session.link.world_size):
 
@@ -503,7 +518,7 @@ class Update:
                 return shares.for_rank(rank, sums)
 
             found.append(manifest(rank, of_rank).to_json())
-        return found
+        return root, found
 
     def _tell_end(self, error: BaseException | None = None) -> None:
         """The other ranks of the trainer wait for the outcome."""
