@@ -141,3 +141,41 @@ def trained_tiny() -> Path:
         spec.loader.exec_module(module)
     found: Path = sys.modules["train_tiny"].trained_tiny_model(cache_dir())
     return found
+
+
+def trained_moe(directory: Path, num_experts: int = 4) -> Path:
+    """The trained tiny model with experts: each begins as the trained layer, and a little noise of
+    its own tells them apart. Two answer for a token, so that the answers stay right."""
+    dense: Any = transformers.AutoModelForCausalLM.from_pretrained(trained_tiny(), dtype="auto")
+    fields = dense.config.to_dict()
+    width = fields["intermediate_size"]
+    for name in ("architectures", "model_type", "transformers_version"):
+        fields.pop(name, None)
+    config = transformers.Qwen3MoeConfig(
+        **fields,
+        moe_intermediate_size=width,
+        num_experts=num_experts,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+    )
+    generator = torch.Generator().manual_seed(0)
+
+    def noisy(weight: Any) -> Any:
+        noise = torch.randn(weight.shape, generator=generator) * weight.float().std()
+        return (weight.float() + 0.02 * noise).to(weight.dtype)
+
+    sparse = transformers.AutoModelForCausalLM.from_config(config, dtype=dense.dtype)
+    wanted = sparse.state_dict()
+    state = {name: tensor for name, tensor in dense.state_dict().items() if name in wanted}
+    for layer in range(config.num_hidden_layers):
+        at = f"model.layers.{layer}.mlp"
+        up = [dense.get_parameter(f"{at}.{part}_proj.weight") for part in ("gate", "up")]
+        down = dense.get_parameter(f"{at}.down_proj.weight")
+        state[f"{at}.experts.gate_up_proj"] = torch.stack(
+            [noisy(torch.cat(up)) for _ in range(num_experts)]
+        )
+        state[f"{at}.experts.down_proj"] = torch.stack([noisy(down) for _ in range(num_experts)])
+        router = wanted[f"{at}.gate.weight"]
+        state[f"{at}.gate.weight"] = torch.randn(router.shape, generator=generator).to(router.dtype)
+    sparse.load_state_dict(state)
+    return save_model(sparse, directory)

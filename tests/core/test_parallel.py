@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from core_models import make_model, random_tokens, save_model, torch, trained_tiny
+from core_models import make_model, random_tokens, save_model, torch, trained_moe, trained_tiny
 from core_runner import Runner, prompt_log_probs
 from processes import Child
 
@@ -83,8 +83,11 @@ def assert_every_element_is_held(layouts: list[Layout], whole: Layout) -> None:
 
 
 @pytest.mark.timeout(600)  # trains the model if nobody has yet
-def test_two_ranks_answer_as_one_on_the_trained_model(ranks: Ranks) -> None:
-    directory = trained_tiny()
+@pytest.mark.parametrize("split", ["tp", "ep"])
+def test_two_ranks_answer_as_one_on_the_trained_model(
+    ranks: Ranks, split: str, tmp_path: Path
+) -> None:
+    directory = trained_tiny() if split == "tp" else trained_moe(tmp_path)
     one = Runner(DecoderModel.from_pretrained(directory))
     assert one.model.dtype is torch.bfloat16
     problems = {
@@ -92,7 +95,7 @@ def test_two_ranks_answer_as_one_on_the_trained_model(ranks: Ranks) -> None:
         "12+34=640": [0, 2, 3, 11, 4, 5, 12, 7, 5, 1],
     }
     wanted = one.step(problems)
-    ranks.load(directory, tp_size=2)
+    ranks.load(directory, **{f"{split}_size": 2})
     first, second = ranks.ask({"step": problems})
     assert first == second
     for name, tokens in problems.items():
