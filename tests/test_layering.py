@@ -58,6 +58,7 @@ PURE = (
     "planning.columns",
     "planning.cover",
     "planning.balance",
+    "planning.forward",
     "planning.topology",
     "planning.contract",
     "planning.check",

@@ -32,6 +32,7 @@ from weightsync.planning.check import check_plan
 from weightsync.planning.columns import LayoutColumns, columns_of
 from weightsync.planning.contract import SourceMemory, choose_contract, num_direct_ops, on_devices
 from weightsync.planning.cover import Drafted, draft
+from weightsync.planning.forward import HandingOn, check_relays, choose_relays
 from weightsync.planning.share import RankShare, share_of
 from weightsync.planning.topology import Sites, one_card_each
 from weightsync.planning.transfers import PlannedTensor, Transfer, Transfers, padded
@@ -70,9 +71,14 @@ class RefitPlan:
     contract_reason: str
     bucket_bytes: int
     aliases: Mapping[str, str]  # tied names of the source -> the name that travels
+    #: int64 [transfers] the transfer whose target hands the box on to this one's, -1: straight from
+    #: the trainer. None: nothing is handed on.
+    via: Int64 | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "transfers", Transfers.of(self.transfers))
+        if self.via is not None:
+            check_relays(self.transfers, self.via)
 
     @cached_property
     def total_bytes(self) -> int:
@@ -86,6 +92,11 @@ class RefitPlan:
     def transfer_bytes(self) -> Int64:
         """[transfers] bytes of each, in wire form."""
         return self.transfers.num_bytes
+
+    @property
+    def is_read(self) -> npt.NDArray[np.bool_]:
+        """[transfers] whether the target reads the box from the trainer itself."""
+        return np.ones(len(self.transfers), dtype=bool) if self.via is None else self.via < 0
 
     @cached_property
     def transfer_units(self) -> Int64:
@@ -118,6 +129,8 @@ class RefitPlan:
         ):
             found.update(numbers.astype("<i8").tobytes())
         found.update(self.transfers.to_bytes())
+        if self.via is not None:
+            found.update(self.via.astype("<i8").tobytes())
         return found.hexdigest()
 
     def share(
@@ -133,14 +146,16 @@ class RefitPlan:
         return share_of(self, memory, source_rank=source_rank, target_rank=target_rank)
 
     def bytes_by_pair(self) -> dict[tuple[int, int], int]:
-        """(source rank, target rank) -> bytes."""
+        """(source rank, target rank) -> bytes that are read; not what other targets hand on."""
         pairs, which = np.unique(
             np.stack([self.transfers.source_rank, self.transfers.target_rank], axis=1),
             axis=0, return_inverse=True,
         )  # fmt: skip
         sums = np.zeros(len(pairs), dtype=np.int64)
-        np.add.at(sums, which.reshape(-1), self.transfers.num_bytes)
-        return {(a, b): n for (a, b), n in zip(pairs.tolist(), sums.tolist(), strict=True)}
+        read = self.transfers.num_bytes * self.is_read
+        np.add.at(sums, which.reshape(-1), read)
+        found = zip(pairs.tolist(), sums.tolist(), strict=True)
+        return {(a, b): n for (a, b), n in found if n or self.via is None}
 
     def explain(self) -> str:
         """The plan in words, for people."""
@@ -159,6 +174,12 @@ class RefitPlan:
             pairs = busiest
         for (source, target), size in pairs:
             lines.append(f"trainer rank {source} -> engine rank {target}: {format_bytes(size)}")
+        handed = self.transfers.num_bytes[~self.is_read]
+        if len(handed):
+            lines.append(
+                f"{len(handed)} boxes, {format_bytes(int(handed.sum()))}, are handed on by another rank "
+                "of their host"
+            )
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
@@ -167,7 +188,8 @@ class RefitPlan:
             [t.meta.name, t.meta.dtype, t.meta.shape, t.source, t.target] for t in self.tensors
         ]
         rows = self.transfers.to_json()
-        return self._head_json() | {"tensors": tensors, "transfers": rows}
+        handed = {} if self.via is None else {"via": self.via.tolist()}
+        return self._head_json() | {"tensors": tensors, "transfers": rows} | handed
 
     def _head_json(self) -> dict[str, Any]:
         return {
@@ -197,8 +219,9 @@ class RefitPlan:
                 str(value["contract_reason"]),
                 int(value["bucket_bytes"]),
                 {str(k): str(v) for k, v in value["aliases"].items()},
+                np.array(value["via"], dtype=np.int64) if "via" in value else None,
             )
-        except LayoutError:
+        except (LayoutError, ProtocolError):
             raise
         except (
             AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError,
@@ -256,13 +279,15 @@ def plan_engines(
     choice: ContractChoice = ContractChoice.AUTO,
     source_sites: Sites | None = None,
     target_sites: Sequence[Sites] | None = None,
+    handing_on: HandingOn | None = None,
 ) -> tuple[RefitPlan, ...]:
     """One plan for each engine, made together so that replicas of the source share the work.
 
     A box that several trainer ranks hold comes from the one that is nearest (one GPU, one host,
     network) and, among those, whose network card has the least to send to all engines. Sites say
-    where ranks are; without them every rank counts as a host of its own. Raises as
-    :func:`make_plan`.
+    where ranks are; without them every rank counts as a host of its own. With ``handing_on`` a box
+    that several ranks of one host need is read by one of them and handed on, where that pays; no
+    transport of this version can carry such a plan out. Raises as :func:`make_plan`.
     """
     theirs = one_card_each(source.world_size) if source_sites is None else source_sites
     first_host = max(theirs.host, default=0) + 1
@@ -280,10 +305,16 @@ def plan_engines(
         for t, sites in zip(targets, ours, strict=True)
     ]
     chosen = choose_sources(columns, theirs, moves)
+    moved = [
+        _transfers(drafts[id(t)], placed, columns)
+        for t, placed in zip(targets, chosen, strict=True)
+    ]
+    vias: Sequence[Int64 | None] = [None] * len(moved)
+    if handing_on is not None:
+        vias = choose_relays(moved, theirs, ours, handing_on)
     plans = []
-    for target, placed in zip(targets, chosen, strict=True):
+    for target, transfers, via in zip(targets, moved, vias, strict=True):
         made = drafts[id(target)]
-        transfers = _transfers(made, placed, columns)
         have = on_devices(source, target, capabilities)
         contract, reason = choose_contract(
             made.tensors, transfers, memory, bucket_bytes=bucket_bytes, have=have, choice=choice
@@ -291,7 +322,7 @@ def plan_engines(
         plans.append(
             RefitPlan(
                 source.digest, target.digest, made.tensors, transfers, contract, reason,
-                bucket_bytes, dict(source.aliases),
+                bucket_bytes, dict(source.aliases), via,
             )
         )  # fmt: skip
     return tuple(plans)

@@ -97,6 +97,11 @@ class RankMoves:
     def add_plan(self, plan: RefitPlan, source: Layout) -> None:
         """Accept a plan after checking it against both layouts."""
         check_plan(plan, source, self._index.layout)
+        if not plan.is_read.all():
+            raise ProtocolError(
+                "the plan has boxes that other ranks of the engine hand on, which no transport of this "
+                "version does; plan without handing_on"
+            )
         # The newest last, as the sender counts: both sides must forget the same one first.
         self._plans.pop(plan.digest, None)
         self._plans[plan.digest] = _Plan(plan_share(plan, self._index), source)

@@ -16,6 +16,7 @@ from layouts import Held, build, shards, whole
 
 from weightsync.layout import Layout
 from weightsync.plan import RefitPlan, plan_engines
+from weightsync.planning.forward import HandingOn
 from weightsync.planning.topology import sites_in_order
 from weightsync.types import (
     Availability,
@@ -30,6 +31,8 @@ GOLDEN = {
     "engine 0": "d30431bb402b485b0f3e90b082a434f86d2d2249912cb41ac6dedb917f8a38b1",
     "engine 1": "6eec1bdc90f5cbaaf7ea1414ee8d2a4129f9dca651465335ece4ef70b7108bd8",
     "share of engine 1, rank 2": "5e8c2eb706244187b46a6f7b00512916f3efacb0d2226c6c9fc405c6e17a0b36",
+    "engine 1, handed on": "58dfa59182f65aa4d2d5cef4a44eff8b0f8e56429ce36b7bd553e581a17d4eb2",
+    "share of engine 1, rank 1, relayed": "2bfdda329173637a50ad7f71faee612cee898be89454cb652828cf7f888eb7dc",
 }
 
 
@@ -65,7 +68,7 @@ def engine(ranks: int) -> Layout:
     ).layout
 
 
-def plans(source: Layout) -> tuple[RefitPlan, ...]:
+def plans(source: Layout, handing_on: HandingOn | None = None) -> tuple[RefitPlan, ...]:
     have = Capabilities(
         "fake", {c: Availability(True) for c in Contract},
         {c: CostConstants(0.0, 1e9) for c in Contract}, True,
@@ -76,6 +79,7 @@ def plans(source: Layout) -> tuple[RefitPlan, ...]:
         source_sites=sites_in_order(4, gpus_per_host=2),
         target_sites=[sites_in_order(2, gpus_per_host=2, first_host=1),
                       sites_in_order(3, gpus_per_host=2, first_host=2)],
+        handing_on=handing_on,
     )  # fmt: skip
 
 
@@ -83,8 +87,11 @@ def digests() -> dict[str, str]:
     source = trainer()
     first, second = plans(source)
     share = second.share(source, target_rank=2)
+    _, handed = plans(source, HandingOn(50_000, 400_000, 0))
+    relayed = handed.share(source, target_rank=1)
     return {
         "engine 0": first.digest, "engine 1": second.digest, "share of engine 1, rank 2": share.digest,
+        "engine 1, handed on": handed.digest, "share of engine 1, rank 1, relayed": relayed.digest,
     }  # fmt: skip
 
 

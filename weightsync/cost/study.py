@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -20,6 +21,7 @@ from weightsync.layouts.describe import engine_layout, trainer_layout
 from weightsync.layouts.quantised import fp8_metas
 from weightsync.plan import RefitPlan, plan_engines
 from weightsync.planning.contract import SourceMemory, run_counts
+from weightsync.planning.forward import HandingOn, choose_relays
 from weightsync.planning.topology import sites_in_order
 from weightsync.types import (
     Availability,
@@ -91,7 +93,8 @@ def study(
     operations = [run_counts(p.transfers, memory, p.tensors) for p in plans]
     columns = [p.transfers for p in plans]
     loads = loads_of(columns, cluster, operations)
-    forwarded = loads_of(columns, cluster, operations, is_forwarded=True)
+    vias = choose_relays(columns, cluster.trainer, cluster.engines, _handing_on(setup))
+    forwarded = loads_of(columns, cluster, operations, vias)
     unique = sum(m.num_bytes for m in wired)
     work = Work(
         line_bytes_per_s=setup.line_bytes_per_s,
@@ -111,6 +114,15 @@ def study(
     return Study(
         setup, wired, source, target, plans, cluster, loads, forwarded, work, estimates
     )  # fmt: skip
+
+
+def _handing_on(setup: Setup) -> HandingOn:
+    c = setup.constants
+    return HandingOn(
+        max(1, int(setup.line_bytes_per_s * c.nic_share.value / 1e6)),
+        int(c.nvlink_bytes_per_s.value / 1e6),
+        math.ceil(c.nic_op_s.value * 1e6),
+    )
 
 
 _WIRES = {"bf16": "bfloat16", "fp8": "fp8"}

@@ -79,6 +79,11 @@ def bind_reads(share: RankShare, sources: Sources, landing: Landing) -> BoundRea
     """
     if share.side is not Side.TARGET:
         raise ProtocolError("a trainer rank reads nothing: bind the share of an engine rank")
+    if share.relay is not None and (share.relay >= 0).any():
+        raise ProtocolError(
+            "boxes of this share are handed on by other ranks of the engine, which no transport of "
+            "this version does; plan without handing_on"
+        )
     full = np.flatnonzero(share.transfers.num_bytes)
     regions, region_of = _regions(share, full)
     located = _locate(sources, regions)

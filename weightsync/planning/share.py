@@ -77,6 +77,9 @@ class RankShare:
     transfers: Transfers
     dtypes: tuple[str, ...]
     source: Strided  # how the trainer holds each box
+    #: int64 [n] the rank of the engine that hands each box on, -1: read from the trainer. None:
+    #: nothing is handed on.
+    relay: Int64 | None = None
 
     @property
     def peers(self) -> Int64:
@@ -119,7 +122,7 @@ class RankShare:
             "places": [(p.source, p.target) for p in self.tensors],
             "dtypes": self.dtypes,
             "size": [len(self.transfers), self.transfers.start.shape[1]],
-        }
+        } | ({} if self.relay is None else {"relay": self.relay.tolist()})
 
     @classmethod
     def from_json(cls, value: Any) -> RankShare:
@@ -142,6 +145,7 @@ class RankShare:
             share = cls(
                 str(value["plan"]), Side(value["side"]), int(value["rank"]), tensors,
                 Transfers(heads, start, stop), dtypes, Strided(*rest),
+                np.array(value["relay"], dtype=np.int64) if "relay" in value else None,
             )  # fmt: skip
             _check_numbers(share)
         except (ProtocolError, LayoutError):
@@ -187,7 +191,15 @@ def share_of(
     side, rank, ranks = Side.TARGET, target_rank, plan.transfers.target_rank
     if source_rank is not None:
         side, rank, ranks = Side.SOURCE, source_rank, plan.transfers.source_rank
-    transfers = plan.transfers.take(np.flatnonzero(ranks == rank))
+    mine = ranks == rank
+    if side is Side.SOURCE:  # what others hand on, a trainer rank does not give
+        mine = mine & plan.is_read
+    places = np.flatnonzero(mine)
+    transfers = plan.transfers.take(places)
+    relay = None
+    if plan.via is not None and side is Side.TARGET:
+        via = plan.via[places]
+        relay = np.where(via < 0, -1, plan.transfers.target_rank[via])
     used, local = np.unique(transfers.tensor, return_inverse=True)
     rows = source.rows(plan.tensors, transfers)
     heads = transfers.heads.copy()
@@ -195,7 +207,7 @@ def share_of(
     tensors = tuple(plan.tensors[i] for i in used.tolist())
     return RankShare(
         plan.digest, side, int(rank or 0), tensors, Transfers(heads, transfers.start, transfers.stop),
-        source.memory.dtypes, _strided(source, transfers, rows),
+        source.memory.dtypes, _strided(source, transfers, rows), relay,
     )  # fmt: skip
 
 
@@ -242,6 +254,12 @@ def _check_numbers(share: RankShare) -> None:
     ok = (t.heads >= 0).all(axis=1) & (t.tensor < len(share.tensors))
     ok &= (share.source.dtype >= 0) & (share.source.dtype < len(share.dtypes))
     ok &= ((t.start >= 0) & (t.stop >= t.start) & (t.stop < 2**47)).all(axis=1)
+    if share.relay is not None:
+        if share.relay.shape != (len(t),):
+            raise ProtocolError(
+                f"share of a plan: {len(share.relay)} relays for {len(t)} transfers"
+            )
+        ok &= (share.relay >= -1) & (share.relay != share.rank)
     if ok.all() and len(t):
         ok &= t.num_dims == dims[t.tensor]
         ok &= t.num_bytes == np.prod(t.extent, axis=1) * items[t.tensor]

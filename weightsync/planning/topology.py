@@ -5,7 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
+import numpy as np
+import numpy.typing as npt
+
 from weightsync.errors import ConfigError
+
+Int64 = npt.NDArray[np.int64]
 
 
 class Reach(IntEnum):
@@ -35,6 +40,27 @@ class Sites:
     @property
     def num_ranks(self) -> int:
         return len(self.host)
+
+
+@dataclass(frozen=True, eq=False)
+class Places:
+    """:class:`Sites` as columns, int64 [ranks] each."""
+
+    host: Int64
+    gpu: Int64
+    nic: Int64
+
+    @classmethod
+    def of(cls, sites: Sites) -> Places:
+        return cls(*(np.array(c, dtype=np.int64) for c in (sites.host, sites.gpu, sites.nic)))
+
+
+def reach_of(theirs: Places, ours: Places, source: Int64, target: Int64) -> Int64:
+    """[n] the :class:`Reach` between ranks of two sides, pair by pair."""
+    is_host = theirs.host[source] == ours.host[target]
+    is_gpu = is_host & (theirs.gpu[source] == ours.gpu[target])
+    found: Int64 = np.where(is_gpu, Reach.GPU, np.where(is_host, Reach.HOST, Reach.NETWORK))
+    return found
 
 
 def sites_in_order(
