@@ -11,7 +11,7 @@ from updating import Arrays, only
 
 from weightsync.layouts import MegatronModel, MegatronPlace, MegatronRules, ShardRule
 from weightsync.layouts.dtensor import Trainer
-from weightsync.naming import FusedExperts, apply_rules
+from weightsync.naming import FusedExperts, Rename, apply_rules
 from weightsync.types import Box
 
 torch = pytest.importorskip("torch")
@@ -115,3 +115,30 @@ def test_senders_with_rules_of_their_own_rank() -> None:
     ]
     check(whole, halves, 1)
     check(whole, [whole], 2)
+
+
+def stages_of(whole: Arrays) -> list[Any]:
+    """A module for each rank, with one tensor of its own."""
+    found = []
+    for name, array in whole.items():
+        module = torch.nn.Module()
+        module.register_parameter(f"their_{name}", torch.nn.Parameter(torch.from_numpy(array)))
+        found.append(module)
+    return found
+
+
+@pytest.mark.parametrize("idle", [None, "never_"])
+def test_a_rule_must_match_on_some_rank(idle: str | None) -> None:
+    whole = {"up": np.arange(24, dtype=np.float32).reshape(8, 3), "norm": np.ones(3, np.float32)}
+    rules: list[Any] = [Rename("^their_up$", "up"), Rename("^their_norm$", "norm")]
+    ranks = engine(whole, 2)
+    with job(ranks, num_trainers=2, rules=rules + ([Rename(idle, "")] if idle else [])) as both:
+        for version in (1, 2):
+            found = both.attempt(version, stages_of(whole))
+            if idle is None:
+                assert [error for _, error in found] == [None, None]
+                assert all(rank.holds(whole) for rank in ranks)
+            else:
+                for _, error in found:
+                    assert "1 of 3 rules match no name" in str(error)
+                    assert "never_" in str(error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from weightsync.naming import Rule
+from weightsync.naming import Rule, check_used
 from weightsync.sources import ModuleSource, NamedSource, chunks, pairs
 from weightsync.tensors import LocalTensors, local_tensors
 from weightsync.types import CastPolicy, RegionKind
@@ -26,11 +26,25 @@ class Collector:
         self._rank, self._world_size = rank, world_size
         self._module = ModuleSource(rules, cast, rank, world_size)
         self._named = NamedSource(rules or (), cast, rank, world_size)
+        self._is_module = False
+
+    @property
+    def used_rules(self) -> frozenset[int] | None:
+        """Which rules matched a name of this rank's part of a module; None: no module was collected."""
+        return self._module.used if self._is_module else None
+
+    def check_used_together(self, others: Sequence[frozenset[int] | None]) -> None:
+        """With what other ranks used: raises :class:`ConfigError` for a rule that matched nowhere."""
+        everyone = [self.used_rules, *others]
+        found = [used for used in everyone if used is not None]
+        if len(found) == len(everyone):  # a mapping need not have all that a rule speaks of
+            check_used(self._module.rules, frozenset().union(*found))
 
     def collect(self, source: Any) -> Iterator[tuple[LocalTensors, Mapping[str, str]]]:
         """Each part with what the rules dropped of it. Modules, mappings and lists are one part; a
         generator is one for each bucket. Raises :class:`ConfigError` for what cannot be sent."""
-        if hasattr(source, "named_parameters"):
+        self._is_module = hasattr(source, "named_parameters")
+        if self._is_module:
             yield self._module.collect(source)
             return
         if hasattr(source, "items") or isinstance(source, list | tuple):

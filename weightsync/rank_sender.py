@@ -239,6 +239,11 @@ class RankSender:
     def collect(self, source: Any) -> Iterable[tuple[LocalTensors, Mapping[str, str]]]:
         return self._collector.collect(source)
 
+    @property
+    def used_rules(self) -> frozenset[int] | None:
+        """See :attr:`Collector.used_rules`."""
+        return self._collector.used_rules
+
 
 class _Engine:
     """One engine, as a rank that only feeds it sees it."""
@@ -343,6 +348,7 @@ class RankUpdate:
         self.tensors: LocalTensors | None = None
         self.taken: Kept[str, Any] = Kept()
         self._dropped: Mapping[str, str] = {}
+        self._used: frozenset[int] | None = None  # see Collector.used_rules
         self._move = 0  # that comes next
         self._is_end = False  # of what this rank has to send in the present call
         self._is_sent = False
@@ -359,6 +365,7 @@ class RankUpdate:
         """Offer what this rank holds; returns when every rank's part was moved."""
         self._is_sent = False
         for tensors, dropped in self._sender.collect(source):
+            self._used = self._sender.used_rules
             self._offer(tensors, dropped, is_end=False)
             del tensors
         while not self._is_sent:
@@ -400,6 +407,7 @@ class RankUpdate:
             "digest": self.tensors.layout.digest if has_any else "",
             "is_end": self._is_end,
             "dropped": dict(self._dropped),
+            "used_rules": None if self._used is None else sorted(self._used),
         }
 
     def is_left(self) -> Mapping[str, Any] | None:

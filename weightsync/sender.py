@@ -349,6 +349,11 @@ class Update:
         for reply in replies.values():
             self._dropped.update(reply.get("dropped", {}))
         has_more = bool(tensors.layout.tensors) or not all(r["is_end"] for r in replies.values())
+        if not any(r["is_end"] for r in replies.values()):
+            theirs = [r["used_rules"] for r in replies.values()]
+            self._sender._collector.check_used_together(
+                [None if used is None else frozenset(used) for used in theirs]
+            )
         source = crew.joint(tensors.layout, replies)
         moved: list[int] = []
         if source.tensors:

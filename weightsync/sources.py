@@ -43,6 +43,9 @@ class ModuleSource:
         self._watch: ModuleWatch | None = None
         self._gatherers: list[Any] = []
         self._kept: tuple[LocalTensors, Mapping[str, str]] | None = None
+        #: The rules of the last module, and the indices of those that matched a name on this rank.
+        self.rules: Sequence[Rule] = ()
+        self.used: frozenset[int] = frozenset()
 
     def collect(self, module: Any) -> tuple[LocalTensors, Mapping[str, str]]:
         """This rank's tensors after the rules, and what the rules dropped.
@@ -60,8 +63,9 @@ class ModuleSource:
             reshard(wrapped)
             rules = rules_for(module) if self._rules is None else self._rules
             ruled = module_tensors(module, rules, Trainer(self._rank, self._world_size))
-            if self._world_size == 1:  # one of several ranks may well have none of a rule's names
-                check_used(rules, ruled.used)
+            self.rules, self.used = rules, frozenset(ruled.used)
+            if self._world_size == 1:  # of several ranks, one may well have none of a rule's names
+                check_used(rules, self.used)
             found = local_tensors(
                 ruled.named, cast=self._cast, rank=self._rank, world_size=self._world_size
             )
