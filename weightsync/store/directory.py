@@ -10,6 +10,7 @@ import contextlib
 import heapq
 import re
 from collections.abc import Collection, Iterator
+from io import FileIO
 from pathlib import Path
 from typing import Final
 
@@ -32,6 +33,14 @@ from weightsync.store.version import (
 LEASES: Final = "leases"
 WITHDRAWN: Final = "withdrawn-"
 _MANIFEST: Final = re.compile(r"v(\d{12})(-from-(\d{12}))?\.json")
+
+
+def open_payload(path: Path) -> FileIO:
+    """A file of payload to read from. Raises :class:`UnavailableError` if it is not there."""
+    try:
+        return FileIO(path)
+    except FileNotFoundError:
+        raise UnavailableError(f"{path} is not there") from None
 
 
 class Store:
@@ -122,7 +131,7 @@ class Store:
         path = self.payload_path(manifest) / manifest.files[entry.file].name
         places = {place.start_element: place for place in spans_of(entry.meta)}
         left, last = entry.num_bytes, -1
-        with path.open("rb", buffering=0) as file:
+        with open_payload(path) as file:
             file.seek(entry.offset_bytes)
             while left > 0:
                 header = file.read(HEADER_BYTES)
