@@ -425,4 +425,4 @@ def test_any_checkpoint_directory_goes_into_a_running_engine(tmp_path: Path) -> 
             receiver.load(folder, 5, "by hand")
         follower.pull()
         check(engine, 2)
-        assert FAULT_POINTS["store.landed"]
+        assert FAULT_POINTS["follow.landed"]

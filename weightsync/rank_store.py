@@ -87,7 +87,7 @@ class RankStore:
             if target is None:
                 self._place(tensor.meta, data, spots)
             fetched.digests[tensor.meta.name] = _digest_of(tensor.meta, data, spots)
-            reach("store.landed")
+            reach("follow.landed")
         return fetched
 
     def _target(self, meta: TensorMeta, spots: Sequence[Spot]) -> Bytes | None:

@@ -17,7 +17,7 @@ from weightsync.codec import (
 from weightsync.codec.spans import Bytes
 from weightsync.errors import ConfigError, IntegrityError
 from weightsync.store.directory import Store
-from weightsync.store.publish import DEFAULT_FILE_BYTES, RecordWriter, commit, payload_folder
+from weightsync.store.payload import DEFAULT_FILE_BYTES, RecordWriter, commit, payload_folder
 from weightsync.store.version import TensorEntry, VersionKind, VersionManifest
 from weightsync.types import TensorMeta
 
@@ -42,7 +42,7 @@ def fold(store: Store, base_version: int, version: int) -> VersionManifest:
     last = chain[-1]
     files = {t.meta.name: t for t in read_tensors(store.payload_path(way[0]))}
     with payload_folder(store, f"v{version:012}-from-{base_version:012}") as folder:
-        writer = RecordWriter(folder, DEFAULT_FILE_BYTES, float("inf"))
+        writer = RecordWriter(folder, DEFAULT_FILE_BYTES)
         entries = []
         for entry in last.tensors:
             tensor = files[entry.meta.name]
