@@ -95,7 +95,7 @@ class PullReport:
     @property
     def bits_per_changed_element(self) -> float | None:
         """Of deltas; None if nothing changed or a full version was read."""
-        if not self.num_changed or VersionKind.FULL.value in self.kinds:
+        if not self.num_changed:
             return None
         return 8 * self.payload_bytes / self.num_changed
 
@@ -130,7 +130,7 @@ class _Held:
 class StoreFollower:
     """Keeps one engine at versions of a store. One thread at a time, but ``stop`` from any.
 
-    ``run_id`` None: the only run in the directory, looked for at each pull, so that a trainer that
+    ``run_id`` None: the run that was published to last, looked for at each pull, so that a trainer that
     starts anew under another run id is followed too.
     """
 
@@ -177,13 +177,13 @@ class StoreFollower:
                 culprit = _culprit(store, way)
                 if culprit is not None:
                     broken[culprit] = error
-                elif way[0].kind is not VersionKind.FULL and is_base_good:
+                elif not way[0].is_full and is_base_good:
                     _LOG.warning("starting anew from a full version: %s", error)
                     is_base_good = False
                 else:
                     raise
             except ConfigError as error:
-                if way[0].kind is VersionKind.FULL or not is_base_good:
+                if way[0].is_full or not is_base_good:
                     raise
                 _LOG.warning("no delta can be applied to this engine: %s", error)
                 is_base_good = False
@@ -191,12 +191,10 @@ class StoreFollower:
     def _store(self) -> Store:
         if self._run_id is not None:
             return Store(self._directory, self._run_id)
-        runs = Store.runs(self._directory)
-        if len(runs) != 1:
-            raise UnavailableError(
-                f"{self._directory} has {len(runs)} runs {runs[:5]}; name one with run_id"
-            )
-        return Store(self._directory, runs[0])
+        run_id = Store.newest_run(self._directory)
+        if run_id is None:
+            raise UnavailableError(f"{self._directory} holds no run with a version")
+        return Store(self._directory, run_id)
 
     def _base_in(self, store: Store) -> Identity | None:
         """What the engine holds, if that is a version of this store which nobody has changed since."""
@@ -208,7 +206,7 @@ class StoreFollower:
     def _take(self, store: Store, way: list[VersionManifest]) -> PullReport:
         start_s = time.perf_counter()
         target = way[-1].target
-        is_full = way[0].kind is VersionKind.FULL
+        is_full = way[0].is_full
         placement = self._options.placement if is_full else Placement.DELTA
         label = Version(self._lineage(store.run_id, target.version), target.version)
         run_session(self._engine, label, placement, chain_source(store, way), self._options)

@@ -17,7 +17,7 @@ from weightsync.codec.spans import Bytes, Digests, span_bytes, span_digests, spa
 from weightsync.errors import ConfigError, IntegrityError, ProtocolError, UnavailableError
 from weightsync.native_delta import Place
 from weightsync.store.directory import Store, open_payload
-from weightsync.store.version import TensorEntry, VersionKind, VersionManifest
+from weightsync.store.version import TensorEntry, VersionManifest
 from weightsync.types import TensorMeta
 
 _READ_BYTES: Final = 64 << 20
@@ -153,9 +153,9 @@ def _of_checkpoint(folder: Path) -> Chain:
 def _of_way(store: Store, way: list[VersionManifest]) -> Chain:
     files: dict[str, FileTensor] = {}
     folder = store.payload_path(way[0])
-    if way[0].kind is VersionKind.FULL:
+    if way[0].is_full:
         files = _checked_files(store, way[0])
-    deltas = [m for m in way if m.kind is not VersionKind.FULL]
+    deltas = [m for m in way if not m.is_full]
     by_name = [{e.meta: e for e in m.tensors} for m in deltas]
     tensors = []
     for entry in way[-1].tensors:

@@ -31,7 +31,7 @@ def fold(store: Store, base_version: int, version: int) -> VersionManifest:
     """
     base = store.manifest(base_version)
     chain = store.route(base.target, version)
-    if len(chain) < 2 or chain[0].kind is VersionKind.FULL:
+    if len(chain) < 2 or chain[0].is_full:
         raise ConfigError(
             f"nothing to fold from version {base_version} to {version}: "
             "a single delta or a full version is the cheapest way already"

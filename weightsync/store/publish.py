@@ -40,6 +40,7 @@ from weightsync.store.version import (
     root_of,
 )
 from weightsync.store.weights import Weight, Weights, check_same, weights_of
+from weightsync.transports.base import StoreSource
 
 #: A delta larger than this share of the weights is a full version instead: byte planes of weights
 #: compress to about 11/16, and a full version needs no base.
@@ -76,7 +77,7 @@ class Encoded:
         return sum(len(r) for rs in (self.records or {}).values() for _, r in rs)
 
 
-class Publisher:
+class Publisher(StoreSource):
     """Publishes the versions of one run, from one process.
 
     Keeps a copy of the weights in host memory (their size) to diff against. It advances only when a
@@ -111,13 +112,13 @@ class Publisher:
         """
         return self.commit(self.encode_full(version, weights))
 
-    def publish(self, version: int, weights: Weights) -> VersionManifest:
+    def publish(self, version: int, payload: Weights) -> VersionManifest:
         """What changed since this publisher's last version, or a full one if that takes no more.
 
         The first version of a publisher is full. Raises as :meth:`publish_full`, and
         :class:`LayoutError` if names, dtypes or shapes are not those of the last version.
         """
-        return self.commit(self.encode(version, weights))
+        return self.commit(self.encode(version, payload))
 
     # --- first half: reads the weights ------------------------------------------------------------
 
@@ -140,10 +141,10 @@ class Publisher:
         self._snapshot = _Snapshot(None, copies, digests)
         return Encoded(version, None, None, digests)
 
-    def encode(self, version: int, weights: Weights) -> Encoded:
+    def encode(self, version: int, payload: Weights) -> Encoded:
         """What changed since the last version, in memory; the snapshot stays what it is. Full, if there
         is no last version or a delta would not pay."""
-        snapshot = self._snapshot
+        snapshot, weights = self._snapshot, payload
         if snapshot is None or snapshot.identity is None:
             return self.encode_full(version, weights)
         self._check_version(version)
@@ -182,9 +183,10 @@ class Publisher:
 
     # --- second half: writes the store --------------------------------------------------------------
 
-    def commit(self, encoded: Encoded) -> VersionManifest:
+    def commit(self, pending: Encoded) -> VersionManifest:
         """Make it visible, then advance the snapshot. Raises as :meth:`publish_full`; the store and the
         last version are then what they were."""
+        encoded = pending
         self._check_version(encoded.version)
         snapshot = self._snapshot
         if snapshot is None or (encoded.records is not None and snapshot.identity != encoded.base):
@@ -204,7 +206,29 @@ class Publisher:
         self._snapshot = _Snapshot(manifest.target, snapshot.weights, encoded.digests)
         return manifest
 
-    def _full(self, folder: Path, encoded: Encoded, snapshot: _Snapshot) -> VersionManifest:
+    def anchor(self) -> VersionManifest:
+        """The last version once more, in full, beside the delta that leads to it: for who starts anew.
+
+        Raises :class:`VersionError` if there is no last version, :class:`BusyError` if it is in full
+        already.
+        """
+        snapshot = self._snapshot
+        if snapshot is None or snapshot.identity is None:
+            raise VersionError(f"run {self.store.run_id!r}: no version of this publisher to write")
+        version = snapshot.identity.version
+        with payload_folder(self.store, f"v{version:012}-full") as folder:
+            encoded = Encoded(version, None, None, snapshot.digests)
+            manifest = self._full(folder, encoded, snapshot, VersionKind.ANCHOR)
+            commit(self.store, manifest)
+        return manifest
+
+    def _full(
+        self,
+        folder: Path,
+        encoded: Encoded,
+        snapshot: _Snapshot,
+        kind: VersionKind = VersionKind.FULL,
+    ) -> VersionManifest:
         weights = list(snapshot.weights.values())
         tensors = tuple(
             TensorEntry(w.meta, tensor_digest(encoded.digests[w.meta.name])) for w in weights
@@ -212,7 +236,7 @@ class Publisher:
         files = write_full(folder, weights, self._file_bytes, self._extra)
         return VersionManifest(
             run_id=self.store.run_id,
-            kind=VersionKind.FULL,
+            kind=kind,
             target=Identity(encoded.version, root_of(tensors)),
             base=None,
             directory=folder.name,
