@@ -237,7 +237,7 @@ def test_fp32_is_rounded_as_torch_rounds() -> None:
     placed = PlacedBox(0, Box.whole(shape), 0, 0, (shape[1] * 2, 2), "bfloat16")
     entry = TensorLayout("w", (TensorMeta("w", "bfloat16", shape),), (placed,))
     target = Model(Layout(1, (entry,), ((Region(size * 2),),)), [memory])
-    for contract in Contract:
+    for contract in (Contract.STREAM, Contract.DIRECT):
         memory[:] = 0
         plan = make(source, target, contract)
         if contract is Contract.DIRECT:

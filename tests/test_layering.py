@@ -17,12 +17,16 @@ PACKAGES = ("weightsync", "engine_adapter")
 #: From the top down: a module imports only its own level or lower ones.
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("weightsync.cli",),
-    ("weightsync.sender", "weightsync.receiver", "weightsync.facade", "engine_adapter"),
+    (
+        "weightsync.sender", "weightsync.receiver", "weightsync.following", "weightsync.facade",
+        "engine_adapter",
+    ),
     (
         "weightsync.link", "weightsync.source_ends", "weightsync.collector", "weightsync.crew",
+        "weightsync.store_sender",
         "weightsync.rank_sender", "weightsync.ranks", "weightsync.followers", "weightsync.machines",
         "weightsync.rank_calls", "weightsync.rank_work", "weightsync.rank_moves",
-        "weightsync.rank_digests", "weightsync.rank_session", "weightsync.sources",
+        "weightsync.rank_digests", "weightsync.rank_session", "weightsync.rank_store", "weightsync.sources",
         "weightsync.session", "weightsync.session_wire", "weightsync.session_events",
         "weightsync.session_leader", "weightsync.session_rank", "weightsync.control",
         "weightsync.messages", "weightsync.http_wire", "weightsync.report", "weightsync.options",
@@ -37,7 +41,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
         "weightsync.memory", "weightsync.native", "weightsync.native_attention",
         "weightsync.native_cuda", "weightsync.native_linear", "weightsync.native_sampling",
         "weightsync.native_gate", "weightsync.native_norm", "weightsync.native_delta",
-        "weightsync.device_tables", "weightsync.slot_pack",
+        "weightsync.device_tables", "weightsync.slot_pack", "weightsync.live_tensor",
         "weightsync.codec", "weightsync.workloads",
         "weightsync.checkpoints", "weightsync.presets", "weightsync.model_shapes",
         "weightsync.kept", "weightsync.layouts",

@@ -72,12 +72,13 @@ class StagingPlan:
 
 
 def plan_staging(layout: Layout, rank: int, placement: Placement) -> StagingPlan:
-    """What must be staged: everything, or (in place) only what has no address of its own."""
+    """What must be staged: everything, or (in place) only what has no address of its own; nothing of a
+    delta, which stays decoded until it is written."""
     offsets: dict[tuple[int, int], int] = {}
     used = 0
     for i, tensor in enumerate(layout.tensors):
         for j, placed in enumerate(tensor.placed):
-            if placed.rank != rank:
+            if placed.rank != rank or placement is Placement.DELTA:
                 continue
             if placement is Placement.IN_PLACE and placed.region != NO_REGION:
                 continue

@@ -208,6 +208,12 @@ class Coverage:
         moving.seen[:] = True
         self._missing_bytes -= moving.share.slot_bytes
 
+    def brought_whole(self) -> None:
+        """Every slot landed, of a source that was checked to hold all of them."""
+        if self._moves or self._is_complete.any():
+            raise ProtocolError("a full version is the whole of an update")
+        self._is_complete[:] = True
+
     def settle(self) -> None:
         """At the end of a move nothing of it may be missing."""
         short = np.flatnonzero(self._missing_bytes)

@@ -46,6 +46,11 @@ class SenderOptions:
             raise ConfigError(
                 f"a bucket of {self.bucket_bytes} B is too small; at least {BUCKET_ALIGNMENT_BYTES} B"
             )
+        if self.placement is Placement.DELTA:
+            raise ConfigError(
+                "placement 'delta' is of versions in a store (transport 'disk-delta'); a trainer that "
+                "speaks to its engines places 'staged' or 'in_place'"
+            )
         for name in ("num_slots", "num_threads"):
             count = getattr(self, name)
             if not isinstance(count, int) or count < 1:

@@ -165,6 +165,7 @@ def stats_of(work: RankWork) -> dict[str, Any]:
         "phases": dict(stats.phases),
         "buckets": stats.buckets,
         "num_bytes": stats.num_bytes,
+        "num_changed": stats.num_changed,
         "pause_s": stats.pause_s,
         "path": ", ".join(dict.fromkeys(e.path for e in work.endpoints)),
     }

@@ -6,12 +6,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from weightsync.binding import Spot
 from weightsync.coverage import Coverage, PlanShare
 from weightsync.device_tables import Memory
 from weightsync.manifest import Digests, Manifest
-from weightsync.session import SessionSpec
+from weightsync.session import SessionSpec, Version
 from weightsync.types import Placement, RegionAddress, VerifyMode
 
 
@@ -36,6 +37,7 @@ class SessionStats:
     phases: dict[str, float] = field(default_factory=dict)
     buckets: list[tuple[int, int, float]] = field(default_factory=list)  # bytes, entries, seconds
     num_bytes: int = 0
+    num_changed: int = 0  # elements that a delta changed
     pause_s: float = 0.0
 
     @contextmanager
@@ -70,11 +72,15 @@ class OpenSession:
     staging: Staging
     pin: object | None  # keeps the staging copy mapped while a job may use it
     coverage: Coverage
+    fetched: Any = None  # what was taken from a store instead of from a trainer
+    delta: Any = None  # what of it must be written, or taken back
     moves: list[PlanShare] = field(default_factory=list)  # that ended, in order
     read_digests: list[Digests | None] = field(default_factory=list)  # of each, taken while reading
     manifest: Manifest | None = None
     paused_s: float | None = None  # when the pause began
     touched: bool = False
+    is_labelled: bool = False  # the adapter was told to take the new version's label
+    former_version: Version | None = None
     stats: SessionStats = field(default_factory=SessionStats)
 
     @property

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import replace
@@ -40,6 +40,7 @@ from weightsync.plan import RefitPlan
 from weightsync.rank_digests import RankDigests
 from weightsync.rank_moves import RankMoves
 from weightsync.rank_session import OpenSession, ReceiverHooks, SessionStats, Staging
+from weightsync.rank_store import DeltaApply, RankStore
 from weightsync.session import Job, JobDone, SessionSpec, StartJob, Version
 from weightsync.transports.base import TargetEndpoint
 from weightsync.types import PauseMode, Placement, RegionAddress, TensorMeta, VerifyMode
@@ -78,8 +79,10 @@ class RankWork:
         self._staging: dict[Placement, Staging] = {}
         self._moves = RankMoves(self._index, self._device, num_threads)
         self._digests = RankDigests(self._device, num_threads)
+        self._store = RankStore(self.layout, self._index, self._slots, self._device, num_threads)
         self._places: Kept[tuple[Any, ...], tuple[SegmentCopy, SegmentCopy]] = Kept(8)
         self._open: OpenSession | None = None
+        self._version: Version | None = None  # that this rank resumed with
         self.stats = SessionStats()
 
     @property
@@ -175,6 +178,9 @@ class RankWork:
     def _do_move(self, job: StartJob, token: CancelToken) -> None:
         opened = self._session(job)
         reach("engine.move")
+        if job.payload.get("store") is not None:
+            self._fetch(opened, job.payload["store"], token)
+            return
         share = self._moves.expect(opened, job)
         deadline = self._deadline(opened.spec, opened.spec.deadline_s, "move", token)
         with opened.stats.timed("move"), self._looking("while reading"):
@@ -185,9 +191,33 @@ class RankWork:
         opened.stats.num_bytes += int(share.num_bytes.sum())
         reach("engine.moved")
 
+    def _fetch(self, opened: OpenSession, source: Mapping[str, Any], token: CancelToken) -> None:
+        """Instead of a trainer's move: everything there is to take from a store."""
+        if opened.fetched is not None:
+            raise SessionError("a session takes one version from a store")
+        deadline = self._deadline(opened.spec, opened.spec.deadline_s, "fetch", token)
+        is_delta = opened.spec.placement is Placement.DELTA
+        with opened.stats.timed("fetch"), self._looking("while reading"):
+            if is_delta:
+                opened.fetched = self._store.decode(source, deadline)
+                opened.delta = DeltaApply(opened.fetched)
+            else:
+                opened.fetched = self._store.land(opened, source, deadline)
+                opened.coverage.brought_whole()
+        opened.stats.num_bytes += opened.fetched.num_payload_bytes
+        opened.stats.num_changed += opened.fetched.num_changed
+        reach("engine.moved")
+
     def _do_prepare(self, job: StartJob, token: CancelToken) -> None:
         opened = self._session(job)
         reach("engine.prepare")
+        if opened.fetched is not None:
+            self._prepare_fetched(opened)
+            return
+        if opened.spec.placement is Placement.DELTA:
+            raise SessionError(
+                "a delta comes from a store; a trainer's update is staged or in place"
+            )
         manifest = Manifest.from_json(job.payload.get("manifest"), self._digests.basis(opened))
         names = opened.spec.scope.names
         if names is not None:
@@ -202,6 +232,15 @@ class RankWork:
         self._hooks.on_prepare(opened.spec)
         reach("engine.prepared")
 
+    def _prepare_fetched(self, opened: OpenSession) -> None:
+        """Of a delta all digests were compared while it was decoded."""
+        if opened.delta is None:
+            with opened.stats.timed("verify"):
+                self._store.check(opened.fetched, opened.staging.landing, "what landed")
+        self._adapter.prepare()
+        self._hooks.on_prepare(opened.spec)
+        reach("engine.prepared")
+
     def _do_place(self, job: StartJob, token: CancelToken) -> None:
         opened = self._session(job)
         spec = opened.spec
@@ -212,7 +251,23 @@ class RankWork:
             self._pause(opened, spec.commit_timeout_s, None)
             with opened.stats.timed("place"):
                 self._place_staged(opened)
+        elif opened.delta is not None:
+            self._place_delta(opened, opened.delta)
+            return
         self._write_opaque(opened)
+        self._finish_placing(opened)
+
+    def _place_delta(self, opened: OpenSession, delta: DeltaApply) -> None:
+        """Until the leader says to resume, what was overwritten is kept (see :meth:`_do_discard`)."""
+        self._pause(opened, opened.spec.commit_timeout_s, None)
+        with opened.stats.timed("place"), self._looking("while placing"):
+            delta.put()
+        opened.former_version = self._version
+        self._finish_placing(opened)
+
+    def _finish_placing(self, opened: OpenSession) -> None:
+        spec = opened.spec
+        opened.is_labelled = True
         self._adapter.commit(Version(spec.run_id, spec.version))
         if spec.pause_mode is not PauseMode.IN_PLACE:  # which keeps what requests have computed
             self._adapter.flush_cache()
@@ -257,6 +312,9 @@ class RankWork:
 
     def _read_back(self, opened: OpenSession) -> None:
         """Digest the live tensors, unless (affine, in place) that is what was verified already."""
+        if opened.fetched is not None:
+            self._read_back_fetched(opened)
+            return
         if opened.manifest is None:
             raise SessionError("a session without a manifest cannot be read back")
         manifest = opened.manifest
@@ -269,12 +327,24 @@ class RankWork:
             found[manifest.basis.places(live)] = list(live.values())
         manifest.check(found, "live tensors after the update")
 
+    def _read_back_fetched(self, opened: OpenSession) -> None:
+        """Of a delta what it touched: everything else was digested right before."""
+        what, fetched = "live tensors after the update", opened.fetched
+        if not opened.is_in_place:
+            touched = None if opened.delta is None else fetched.touched
+            self._store.check(fetched, self._slots, what, touched)
+        opaque = self._store.opaque(fetched)
+        if opaque:
+            live = self._adapter.digest(list(opaque))
+            self._store.compare(fetched, {opaque[name]: d for name, d in live.items()}, what)
+
     def _opaque_keys(self, opened: OpenSession) -> list[tuple[int, int]]:
         arrived = opened.coverage.complete
         return [self._index.keys[n] for n in arrived[self._index.is_opaque[arrived]].tolist()]
 
     def _do_resume(self, job: StartJob, token: CancelToken) -> None:
         reach("engine.resume")
+        self._version = job.version
         self._unpause()
         self._open = None
         reach("engine.resumed")
@@ -284,6 +354,7 @@ class RankWork:
         taint = job.taint
         try:
             if self._open is not None:
+                self._take_back(self._open)
                 self._adapter.abort()
         except BaseException as error:
             taint = taint or f"an update could not be given up: {error}"
@@ -294,6 +365,20 @@ class RankWork:
             self._call_on_abort(job.spec)
             self._unpause()
             self._open = None
+
+    def _take_back(self, opened: OpenSession) -> None:
+        """Undo what of a delta was written; from here on a failure leaves a mix."""
+        delta = opened.delta
+        if delta is None:
+            return
+        opened.touched = True
+        is_undone = delta.take_back()
+        if is_undone and opened.is_labelled:
+            if opened.former_version is None:
+                raise SessionError("the version before this delta is not known here")
+            self._adapter.commit(opened.former_version)
+            self._adapter.flush_cache()
+        opened.touched = False
 
     def _call_on_abort(self, spec: SessionSpec) -> None:
         if self._open is None:

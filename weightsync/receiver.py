@@ -24,7 +24,8 @@ from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from enum import Enum
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from weightsync import config
 from weightsync.control import ControlServer
@@ -51,15 +52,20 @@ from weightsync.ranks import Meeting, answers_of
 from weightsync.session import (
     Answer,
     Heartbeat,
+    LeaderEvent,
     Order,
     RankHello,
     RankReport,
     RunLost,
     Stage,
     Tick,
+    Version,
 )
 from weightsync.session_events import event_of
 from weightsync.session_leader import LeaderState, Phase, outcome_of
+
+if TYPE_CHECKING:
+    from weightsync.following import PullReport, StoreFollower
 
 _LOG = logging.getLogger(__name__)
 
@@ -282,6 +288,43 @@ class Receiver:
         """The published version, None before the first."""
         return self._machines.version
 
+    def follow(
+        self, directory: Path | str, run_id: str | None = None, **options: Any
+    ) -> StoreFollower:
+        """A follower of a store of versions, on rank 0: ``pull()`` once, or ``watch()``.
+
+        ``options`` are the fields of :class:`weightsync.following.FollowOptions`. See
+        :class:`weightsync.following.StoreFollower`.
+        """
+        from weightsync.following import FollowOptions, StoreFollower
+
+        return StoreFollower(self, directory, run_id, FollowOptions(**options))
+
+    def load(self, checkpoint: Path | str, version: int, run_id: str, **options: Any) -> PullReport:
+        """Put a Hugging Face directory of safetensors into the engine, on rank 0, as one update."""
+        from weightsync.following import FollowOptions, load_checkpoint
+
+        return load_checkpoint(self, checkpoint, version, run_id, FollowOptions(**options))
+
+    @property
+    def epoch(self) -> str:
+        """Names this life of the engine."""
+        return self._epoch
+
+    @property
+    def label(self) -> Version | None:
+        """The published version with its run, None before the first or while the engine is tainted."""
+        leader = self._leader
+        return None if leader.taint is not None else leader.version
+
+    def newest_of(self, run_id: str) -> int | None:
+        """The highest version that a run has published here, None if it has not."""
+        return next((v.number for v in self._leader.published if v.run_id == run_id), None)
+
+    def update_stats(self) -> dict[str, Any]:
+        """Where the time of the last update went, over all ranks."""
+        return self._stats()
+
     def _start_thread(self, name: str, target: Callable[[], None]) -> None:
         thread = threading.Thread(target=target, name=name, daemon=True)
         thread.start()
@@ -320,8 +363,15 @@ class Receiver:
 
     def _ask(self, request: Request, wait_s: float) -> Mapping[str, Any]:
         """Put a request to the leader and wait for its answer, or say that it is pending."""
+        world_size = self._meeting.world_size
+        return self.ask(lambda number: event_of(request, number, world_size), wait_s)
+
+    def ask(
+        self, event_of_number: Callable[[int], LeaderEvent], wait_s: float
+    ) -> Mapping[str, Any]:
+        """The same with an event of this process's own: what a store's follower does on rank 0."""
         number = next(self._numbers)
-        event = event_of(request, number, self._meeting.world_size)
+        event = event_of_number(number)
         future: Future[Mapping[str, Any]] = Future()
         self._answers[number] = future
         try:
@@ -450,6 +500,7 @@ class Receiver:
             **own,
             "phases": phases,
             "num_bytes": sum(stats["num_bytes"] for stats in ranks),
+            "num_changed": sum(stats["num_changed"] for stats in ranks),
             "pause_s": max(stats["pause_s"] for stats in ranks),
             "ranks": ranks,
         }

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, overload
 
 import numpy as np
 
@@ -40,6 +40,7 @@ from weightsync.ranks import Meeting
 from weightsync.report import EngineReport, UpdateReport, report_to_json
 from weightsync.source_ends import Bound, Publication, digest_sources
 from weightsync.sources import resolve_bucket
+from weightsync.store_sender import StoreSender, store_sender
 from weightsync.tensors import LocalTensors
 from weightsync.transports import get_transport
 from weightsync.types import Contract, Outcome
@@ -104,6 +105,18 @@ class Sender:
         for heart in self._hearts:
             heart.start()
 
+    @overload
+    @classmethod
+    def connect(
+        cls, engines: Iterable[Any], *, transport: Literal["disk-delta"], **options: Any
+    ) -> StoreSender: ...
+
+    @overload
+    @classmethod
+    def connect(
+        cls, engines: Iterable[Any], *, transport: str = "p2p", **options: Any
+    ) -> Sender | RankSender: ...
+
     @classmethod
     def connect(
         cls,
@@ -120,8 +133,10 @@ class Sender:
         run_id: str | None = None,
         rules: Sequence[Rule] | None = None,
         **options: Any,
-    ) -> Sender | RankSender:
-        """Connect to engines: ``http://HOST:PORT`` of each, or a ``Receiver`` of this process.
+    ) -> Sender | RankSender | StoreSender:
+        """Connect to engines: ``http://HOST:PORT`` of each, or a ``Receiver`` of this process. With
+        transport ``disk-delta`` to a store instead: the one entry is its directory, and ``options``
+        are those of :class:`weightsync.store_sender.StoreOptions`.
 
         Waits up to ``connect_timeout_s`` for engines that do not listen yet. ``bucket`` is the size
         of a stream's slot ("1GB", "512MiB", bytes, "auto"). ``rules`` rename or drop names on the way
@@ -133,9 +148,11 @@ class Sender:
         then every rank enters every update and sends what it holds. Raises :class:`ConfigError`,
         :class:`PeerLostError`, :class:`BusyError`, ...
         """
+        listed = list(engines)
+        if transport == "disk-delta":
+            return store_sender(listed, run_id, rules, rank, world_size, options)
         checked = resolve_options(resolve_bucket(bucket), **options)
         meeting = Meeting(rank, world_size, group, store, "trainer", name)
-        listed = list(engines)
         if not listed:
             raise ConfigError("no engines given")
         shown = token if token is not None else config.control_token()

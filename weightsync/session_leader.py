@@ -12,7 +12,8 @@
 
 Before the decision every way out is ABORTING; it ends *tainted* if live bytes were written, or may
 have been by a rank that does not answer. After it the only ways out are "every rank placed" (the
-version is published, and the ranks resume) and *tainted*. A version is published in one place,
+version is published, and the ranks resume) and *tainted*; a delta alone may also be taken back by every
+rank, as long as not all have placed it. A version is published in one place,
 :func:`_publish`. The leader also seats its ranks: the engine must not generate before each of them
 took this leader's welcome, and a rank of another life makes the engine tainted.
 """
@@ -159,6 +160,7 @@ class LeaderState:
     moves_done: frozenset[int] = frozenset()
     move_id: int | None = None  # the newest move that was ordered
     touched: bool = False
+    was_placing: bool = False  # ranks were told to place; a delta may still be taken back
     abort_error: WeightSyncError | None = None
     aborters: tuple[int, ...] = ()
 
@@ -304,6 +306,7 @@ def _begin(state: LeaderState, event: Begin, now_s: float) -> Step:
         moves_done=frozenset(),
         move_id=None,
         touched=False,
+        was_placing=False,
         abort_error=None,
         aborters=(),
         callers=(event.request,),
@@ -404,7 +407,10 @@ def _commit(state: LeaderState, event: Commit, now_s: float) -> Step:
         return state, [Answer(event.request, error=_out_of_turn("commit", state))]
     # The decision. From here on leases and the session's deadline mean nothing.
     state = replace(
-        state, callers=(event.request,), phase_until_s=now_s + state.spec.commit_timeout_s
+        state,
+        callers=(event.request,),
+        phase_until_s=now_s + state.spec.commit_timeout_s,
+        was_placing=True,
     )
     return _order_all(state, Phase.PLACING, Place(event.session_id), now_s)
 
@@ -533,7 +539,7 @@ def _session_report(state: LeaderState, event: RankReport, now_s: float) -> Step
     state = replace(state, touched=state.touched or is_dirty)
     if error is not None and state.phase is not Phase.ABORTING:
         if state.phase in _DECIDED:
-            return _end(state, Outcome.TAINTED, error)
+            return _fail_decided(state, error, now_s)
         return _abort(state, error, now_s)
     is_awaited = _AWAITED.get(state.phase) is event.stage
     if event.stage is Stage.MOVE:
@@ -588,6 +594,17 @@ def _abort(state: LeaderState, error: WeightSyncError, now_s: float) -> Step:
     spec = state.spec
     if spec is None or state.phase is Phase.ABORTING or state.phase in _DECIDED:
         return state, []
+    state = replace(state, abort_error=error, phase_until_s=now_s + spec.commit_timeout_s)
+    return _order_all(state, Phase.ABORTING, Discard(spec.session_id, None), now_s)
+
+
+def _fail_decided(state: LeaderState, error: WeightSyncError, now_s: float) -> Step:
+    """A failure after the decision. No rank has resumed before all of a delta is in place, and each
+    keeps what it overwrote: then all take it back. Otherwise the engine is tainted."""
+    spec = state.spec
+    can_undo = spec is not None and spec.placement is Placement.DELTA
+    if spec is None or not can_undo or state.phase is not Phase.PLACING or state.touched:
+        return _end(state, Outcome.TAINTED, error)
     state = replace(state, abort_error=error, phase_until_s=now_s + spec.commit_timeout_s)
     return _order_all(state, Phase.ABORTING, Discard(spec.session_id, None), now_s)
 
@@ -692,11 +709,16 @@ def _overrun(state: LeaderState, spec: SessionSpec, now_s: float) -> Step:
         f"{limit_s:.1f} s ({name}); ranks that did not report: {ranks}"
     )
     if state.phase in _DECIDED:
-        return _end(state, Outcome.TAINTED, late)
+        return _fail_decided(state, late, now_s)
     if state.phase is not Phase.ABORTING:
         return _abort(state, late, now_s)
     # Nobody knows what the silent ranks hold, unless no rank was ever allowed a live byte.
-    is_maybe_mixed = spec.placement is not Placement.STAGED and state.move_id is not None
+    had_live_bytes = {
+        Placement.STAGED: False,
+        Placement.IN_PLACE: state.move_id is not None,
+        Placement.DELTA: state.was_placing,
+    }
+    is_maybe_mixed = had_live_bytes[spec.placement]
     is_tainted = is_maybe_mixed or state.touched or state.taint is not None
     outcome = Outcome.TAINTED if is_tainted else Outcome.ABORTED
     return _end(state, outcome, state.abort_error or late)

@@ -62,6 +62,7 @@ class Placement(StrEnum):
 
     STAGED = "staged"  # a second copy, in wire form; commit copies it under a pause
     IN_PLACE = "in_place"  # straight into the engine's slots, paused from the start
+    DELTA = "delta"  # changes are decoded aside; commit scatters them, and can take them back
 
 
 class Contract(StrEnum):
@@ -69,6 +70,7 @@ class Contract(StrEnum):
 
     STREAM = "stream"  # a ring of slots that the source fills and the target empties
     DIRECT = "direct"  # the target reads the source's memory
+    STORE = "store"  # versions in a place that both reach, with no live peer
 
 
 class ContractChoice(StrEnum):

@@ -49,7 +49,7 @@ class RankModel:
 
     __slots__ = (
         "cancelled", "heard_s", "job", "label", "parked", "process", "rank", "refusal", "staging",
-        "state", "touched", "weights", "writing",
+        "state", "touched", "undo", "weights", "writing",
     )  # fmt: skip
 
     def __init__(self, rank: int, process: Process) -> None:
@@ -62,6 +62,7 @@ class RankModel:
         """What a crash leaves: the weights of a fresh start, nothing else."""
         self.weights = dict.fromkeys(TENSORS, INITIAL)
         self.staging: dict[str, str] = {}
+        self.undo: dict[str, str] = {}  # what a delta has overwritten
         self.label: Version | None = None
         self.refusal: str | None = "not started"
         self.parked = False
@@ -209,7 +210,10 @@ class Engine:
             self._ended(before, after, event)
         if after.phase is not before.phase:
             if after.phase is Phase.ABORTING:
-                if before.phase in (Phase.PLACING, Phase.RESUMING):
+                spec = before.spec
+                is_delta = spec is not None and spec.placement is Placement.DELTA
+                is_undone = is_delta and before.phase is Phase.PLACING
+                if before.phase in (Phase.PLACING, Phase.RESUMING) and not is_undone:
                     raise Violation("the decision stays", f"{before.phase}: {after.abort_error}")
                 self.world.seen[f"abort in {before.phase}"] += 1
                 text = str(after.abort_error)
@@ -311,7 +315,7 @@ class Engine:
         world.log(model.process.name, f"starts {job.job}")
         is_in_place = job.spec.placement is Placement.IN_PLACE
         if job.job is Job.OPEN:
-            model.staging, model.touched = {}, False
+            model.staging, model.touched, model.undo = {}, False, {}
         if job.job is Job.PLACE or (job.job is Job.OPEN and is_in_place):
             model.parked = True
         time_s = 0.01 + 0.1 * world.rng.random()
@@ -327,7 +331,7 @@ class Engine:
         """The tensors that a job still has to write, last one first."""
         if job.job is Job.MOVE:
             return [(name, job.spec.session_id) for name in job.payload["names"]][::-1]
-        if job.job is Job.PLACE and job.spec.placement is Placement.STAGED:
+        if job.job is Job.PLACE and job.spec.placement is not Placement.IN_PLACE:
             return list(model.staging.items())[::-1]
         return []
 
@@ -358,6 +362,8 @@ class Engine:
         if job.job is Job.PLACE or job.spec.placement is Placement.IN_PLACE:
             if not model.parked:
                 raise Violation("write only while parked", f"{model.process.name} {job}")
+            if job.spec.placement is Placement.DELTA:
+                model.undo.setdefault(name, model.weights[name])
             model.weights[name] = tag
             model.touched = True
             self.check()
@@ -380,13 +386,21 @@ class Engine:
         if error is None and job.job is Job.RESUME:
             model.label = job.version
             model.parked = model.touched = False
+            model.undo = {}
             self.resumed.add((job.spec.session_id, model.rank))
         model.job, model.writing = None, False
         self.world.log(model.process.name, f"finished {job.job} {error or ''}")
-        done = JobDone(job.job, job.spec.session_id, error=error, touched=model.touched)
+        touched = model.touched and job.spec.placement is not Placement.DELTA
+        done = JobDone(job.job, job.spec.session_id, error=error, touched=touched)
         self.step(model, done)
 
     def _discarded(self, model: RankModel, job: StartJob) -> None:
+        if job.spec.placement is Placement.DELTA and model.touched:
+            if not model.parked:
+                raise Violation("write only while parked", f"{model.process.name} {job}")
+            model.weights.update(model.undo)
+            model.undo, model.touched = {}, False
+            self.world.seen["delta taken back"] += 1
         if job.taint is None and model.touched:
             raise Violation(
                 "touched means tainted", f"{model.process.name} resumes written weights"

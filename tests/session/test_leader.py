@@ -601,6 +601,8 @@ class TestAbort:
             (Placement.IN_PLACE, Phase.OPEN, Outcome.ABORTED),
             (Placement.IN_PLACE, Phase.MOVING, Outcome.TAINTED),
             (Placement.IN_PLACE, Phase.PREPARED, Outcome.TAINTED),
+            (Placement.DELTA, Phase.MOVING, Outcome.ABORTED),
+            (Placement.DELTA, Phase.PREPARED, Outcome.ABORTED),
         ],
     )
     def test_a_silent_rank_taints_only_if_it_may_have_written(
@@ -667,6 +669,47 @@ class TestDecision:
         stage = Stage.PLACE if phase is Phase.PLACING else Stage.RESUME
         bench.report(stage, 1, error=IntegrityError("read back"))
         assert isinstance(bench.error(5), IntegrityError)
+        ended = outcome_of(bench.state, "s1")
+        assert ended is not None
+        assert ended.outcome is Outcome.TAINTED
+
+    @pytest.mark.parametrize("is_late", [False, True])
+    def test_a_delta_is_taken_back_while_no_rank_has_resumed(self, is_late: bool) -> None:
+        bench = ready().reach(Phase.PLACING, replace(SPEC, placement=Placement.DELTA))
+        bench.report(Stage.PLACE, 0)
+        if is_late:
+            bench.now_s += 5.0
+            bench.feed(Tick())
+        else:
+            bench.report(Stage.PLACE, 1, error=IntegrityError("read back"))
+        assert bench.state.phase is Phase.ABORTING
+        assert bench.orders(Discard)
+        bench.report(Stage.ABORT, 0)
+        bench.report(Stage.ABORT, 1)
+        assert isinstance(bench.error(5), DeadlineError if is_late else IntegrityError)
+        ended = outcome_of(bench.state, "s1")
+        assert ended is not None
+        assert ended.outcome is Outcome.ABORTED
+        assert bench.state.taint is None
+        assert bench.version() is None
+
+    @pytest.mark.parametrize("is_silent", [False, True])
+    def test_a_delta_that_cannot_be_taken_back_taints(self, is_silent: bool) -> None:
+        bench = ready().reach(Phase.PLACING, replace(SPEC, placement=Placement.DELTA))
+        bench.report(Stage.PLACE, 1, error=IntegrityError("read back"))
+        bench.report(Stage.ABORT, 0)
+        if is_silent:
+            bench.now_s += 5.0
+            bench.feed(Tick())
+        else:
+            bench.report(Stage.ABORT, 1, touched=True)
+        ended = outcome_of(bench.state, "s1")
+        assert ended is not None
+        assert ended.outcome is Outcome.TAINTED
+
+    def test_a_delta_that_was_published_is_not_taken_back(self) -> None:
+        bench = ready().reach(Phase.RESUMING, replace(SPEC, placement=Placement.DELTA))
+        bench.report(Stage.RESUME, 1, error=IntegrityError("resume"))
         ended = outcome_of(bench.state, "s1")
         assert ended is not None
         assert ended.outcome is Outcome.TAINTED

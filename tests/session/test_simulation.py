@@ -67,6 +67,7 @@ REQUIRED = {
     "read changed sources": 200,
     "byte corrupted": 200,
     "job cancelled": 600,
+    "delta taken back": 20,
     "job hangs": 200,
     "job open failed": 20,
     "job move failed": 80,

@@ -234,7 +234,7 @@ class Trainer:
             run_id=self.run_id,
             version=number,
             scope=scope,
-            placement=rng.choice((Placement.STAGED, Placement.IN_PLACE)),
+            placement=rng.choice(tuple(Placement)),
             deadline_s=rng.choice((3.0, 6.0)),
             commit_timeout_s=rng.choice((2.0, 3.0)),
         )
@@ -266,7 +266,7 @@ class Trainer:
                 self.run_id,
                 self.num_sessions,
                 Scope(),
-                self.world.rng.choice((Placement.STAGED, Placement.IN_PLACE)),
+                self.world.rng.choice(tuple(Placement)),
                 deadline_s=6.0,
                 commit_timeout_s=3.0,
             )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -52,6 +54,20 @@ def published(
     for version in range(first, last + 1):
         publisher.publish(version, weights(version))
     return store, publisher
+
+
+def arrays(version: int) -> dict[str, Any]:
+    """A version as arrays of their own (fp16 by name: NumPy knows no bf16)."""
+    return {
+        name: np.frombuffer(data, dtype=np.float16).reshape(metas()[name].shape).copy()
+        for name, data in contents(version).items()
+    }
+
+
+def held_arrays(live: Mapping[str, Any], last: int = 9) -> int | None:
+    """The version that these arrays are, bit for bit; None if they are none."""
+    found = {name: array.tobytes() for name, array in live.items()}
+    return next((v for v in range(last + 1) if contents(v) == found), None)
 
 
 def held(folder: Path) -> dict[str, bytes]:

@@ -6,8 +6,11 @@ from pathlib import Path
 
 from processes import Pipe
 
-from store.helpers import RUN, weights
+from engine_adapter.fake import FakeEngine
+from store.helpers import RUN, arrays, held_arrays, weights
+from weightsync.receiver import Receiver
 from weightsync.store import LocalCheckpoint, Publisher, Store
+from weightsync.store.weights import weights_of
 
 
 def publish(pipe: Pipe) -> None:
@@ -30,3 +33,43 @@ def pull(pipe: Pipe) -> None:
         for version in versions:
             checkpoint.pull(store, version)
     pipe.send("done")
+
+
+def publish_arrays(pipe: Pipe) -> None:
+    """The same of arrays that an engine without torch can hold; one version for each word."""
+    (directory,) = pipe.receive()
+    publisher = Publisher(Store(directory, RUN))
+    pipe.send("ready")
+    for version in iter(pipe.receive, "end"):
+        publisher.publish(version, weights_of(arrays(version).items()))
+        pipe.send(version)
+
+
+def follow(pipe: Pipe) -> None:
+    """An engine that pulls at each word, and says what it serves."""
+    (directory,) = pipe.receive()
+    engine = FakeEngine(arrays(9))
+    with Receiver(engine) as receiver:
+        follower = receiver.follow(directory, RUN)
+        pipe.send("ready")
+        for _ in iter(pipe.receive, "end"):
+            report = follower.pull()
+            label, _ = engine.generate()
+            pipe.send(
+                [
+                    label,
+                    list(report.kinds),
+                    label is not None and held_arrays(engine.weights) == label,
+                ]
+            )
+
+
+def follow_endlessly(pipe: Pipe) -> None:
+    """Up and down between the versions of a store, until the parent kills it."""
+    directory, versions = pipe.receive()
+    engine = FakeEngine(arrays(9))
+    with Receiver(engine) as receiver:
+        follower = receiver.follow(directory, RUN)
+        pipe.send("ready")
+        for version in versions:
+            follower.pull(version)

@@ -98,7 +98,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument(
         "--placement",
-        choices=[p.value for p in Placement],
+        choices=[p.value for p in Placement if p is not Placement.DELTA],
         default=Placement.STAGED.value,
         help="where an update lands: a second copy, or the live slots (default: %(default)s)",
     )

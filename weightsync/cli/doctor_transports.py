@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -41,6 +42,9 @@ def transport_findings(device: str) -> list[Finding]:
         with PeerProcess(device, num_bytes, _PEER_LIMIT_S) as peer:
             tensor = make_tensor(device, num_bytes, seed=1)
             for name in transport_names():
+                if _is_store(name):
+                    found += [_try_store(name)] if device == CPU else []
+                    continue
                 for contract in (Contract.STREAM, Contract.DIRECT):
                     found.append(_try(name, contract, device, peer.url, tensor))
     except WeightSyncError as error:
@@ -83,6 +87,41 @@ def _try(name: str, contract: Contract, device: str, url: str, tensor: object) -
     if warnings:
         return Finding(what, Verdict.SLOW, detail, "; ".join(warnings))
     return Finding(what, Verdict.OK, detail)
+
+
+def _is_store(name: str) -> bool:
+    try:
+        return Contract.STORE in get_transport(name).capabilities().contracts
+    except WeightSyncError:
+        return False
+
+
+def _try_store(name: str) -> Finding:
+    """A version and a delta on it, written to and read from a directory of our own."""
+    import numpy as np
+
+    what, transport = f"{name} {Contract.STORE.value}", get_transport(name)
+    have = transport.capabilities().contracts[Contract.STORE]
+    if not have.is_usable:
+        return Finding(what, Verdict.NO, have.reason, have.remedy)
+    try:
+        from weightsync.store.chain import chain_source, open_chain
+        from weightsync.store.weights import weights_of
+
+        array = np.arange(1 << 16, dtype=np.uint16)
+        with tempfile.TemporaryDirectory(prefix="weightsync-") as directory:
+            source = transport.open_store_source(directory, "doctor")
+            source.publish(0, weights_of([("probe", array)]))
+            array[7] ^= 1
+            source.publish(1, weights_of([("probe", array)]))
+            store: Any = transport.open_store_target(directory)
+            (tensor,) = open_chain(chain_source(store, store.fetch(1))).tensors()
+            is_same = tensor.read().tobytes() == array.tobytes()
+    except (WeightSyncError, OSError) as error:
+        return Finding(what, Verdict.NO, str(error))
+    if not is_same:
+        return Finding(what, Verdict.NO, "a version that was written came back as another one")
+    return Finding(what, Verdict.OK, "a full version and a delta in a directory of this machine")
 
 
 def _best_update(name: str, contract: Contract, url: str, tensor: object) -> EngineReport:

@@ -67,7 +67,7 @@ def encode_tensor(
     if digests.dtype != np.uint64 or digests.shape != (num_blocks(meta),):
         raise LayoutError(f"{meta.name}: digests {digests.dtype} {digests.shape}")
     for place in spans_of(meta):
-        record = _encode_span(
+        record = encode_span(
             place,
             span_bytes(old, place),
             span_bytes(new, place),
@@ -78,9 +78,11 @@ def encode_tensor(
             yield place, record
 
 
-def _encode_span(
-    place: Place, old: Bytes, new: Bytes, digests: Digests, variant: Variant
+def encode_span(
+    place: Place, old: Bytes, new: Bytes, digests: Digests, variant: Variant = Variant.EXACT
 ) -> bytes | None:
+    """The record of one span, None if nothing changed; see :func:`encode_tensor`. On the caller's
+    thread, without the interpreter lock: spans may be coded side by side."""
     before = digests.copy()
     record = _encode_as(place, old, new, digests, variant, is_dense=False)
     if record is None or len(record) <= place.num_bytes // 4:

@@ -19,7 +19,7 @@ from weightsync.errors import ConfigError, UnavailableError
 from weightsync.faults import reach
 from weightsync.store.directory import LEASES, WITHDRAWN, Store
 from weightsync.store.durable import PARTIAL, replace_file, sync_directory
-from weightsync.store.version import VersionKind, VersionManifest
+from weightsync.store.version import VersionManifest
 
 DEFAULT_GRACE_S: Final = 3600.0
 DEFAULT_LEASE_S: Final = 3600.0
@@ -78,12 +78,13 @@ def collect(
     now_s = _now(store.path)
     oldest = min([versions[-keep:][0], *_leased(store, now_s, lease_s)])
     manifests = _readable(store)
-    anchors = [m.version for m in manifests.values() if m.kind is VersionKind.FULL]
+    anchors = [m.version for m in manifests.values() if m.is_full]
     floor = max((v for v in anchors if v <= oldest), default=versions[0])
     withdrawn = []
     for name, manifest in manifests.items():
         start = manifest.version if manifest.base is None else manifest.base.version
-        if start < floor:
+        # The delta to a version that only an anchor stands for keeps that version's name alive.
+        if start < floor and (manifest.is_full or manifest.version != floor):
             path = store.path / name
             os.utime(path)  # the age of a withdrawal begins now
             os.rename(path, store.path / f"{WITHDRAWN}{name}")

@@ -10,6 +10,7 @@ import contextlib
 import heapq
 import re
 from collections.abc import Collection, Iterator
+from io import FileIO
 from pathlib import Path
 from typing import Final
 
@@ -28,13 +29,22 @@ from weightsync.store.version import (
     manifest_name,
     plain_name,
 )
+from weightsync.transports.base import StoreTarget
 
 LEASES: Final = "leases"
 WITHDRAWN: Final = "withdrawn-"
-_MANIFEST: Final = re.compile(r"v(\d{12})(-from-(\d{12}))?\.json")
+_MANIFEST: Final = re.compile(r"v(\d{12})(-from-\d{12}|-full)?\.json")
 
 
-class Store:
+def open_payload(path: Path) -> FileIO:
+    """A file of payload to read from. Raises :class:`UnavailableError` if it is not there."""
+    try:
+        return FileIO(path)
+    except FileNotFoundError:
+        raise UnavailableError(f"{path} is not there") from None
+
+
+class Store(StoreTarget):
     """One run in a store directory. Reads only; see :class:`weightsync.store.Publisher`."""
 
     def __init__(self, directory: Path | str, run_id: str) -> None:
@@ -64,7 +74,7 @@ class Store:
         return sorted(p.name for p in self.path.iterdir() if _MANIFEST.fullmatch(p.name))
 
     def versions(self) -> list[int]:
-        """All versions, rising; those with a manifest of their own, not only a fold."""
+        """All versions, rising; those with a manifest of their own, not only a fold or an anchor."""
         found = (_MANIFEST.fullmatch(name) for name in self.manifest_names())
         return [int(m[1]) for m in found if m is not None and m[2] is None]
 
@@ -79,6 +89,17 @@ class Store:
         names = (p.name.removeprefix(WITHDRAWN) for p in self.path.iterdir())
         matches = (_MANIFEST.fullmatch(name) for name in names)
         return max((int(m[1]) for m in matches if m is not None), default=-1)
+
+    @staticmethod
+    def newest_run(directory: Path | str) -> str | None:
+        """The run that was published to last, by the file system's own times; None if there is none."""
+        path, found = Path(directory), list[tuple[float, str]]()
+        for run in Store.runs(path) if path.is_dir() else []:
+            for entry in (path / run).iterdir():
+                if _MANIFEST.fullmatch(entry.name):
+                    with contextlib.suppress(OSError):  # collected meanwhile
+                        found.append((entry.stat().st_mtime_ns, run))
+        return max(found)[1] if found else None
 
     def manifest(self, version: int) -> VersionManifest:
         """Raises :class:`UnavailableError` if there is no such version, :class:`IntegrityError`."""
@@ -122,7 +143,7 @@ class Store:
         path = self.payload_path(manifest) / manifest.files[entry.file].name
         places = {place.start_element: place for place in spans_of(entry.meta)}
         left, last = entry.num_bytes, -1
-        with path.open("rb", buffering=0) as file:
+        with open_payload(path) as file:
             file.seek(entry.offset_bytes)
             while left > 0:
                 header = file.read(HEADER_BYTES)
@@ -135,6 +156,12 @@ class Store:
                     raise IntegrityError(f"{path} ends early")
                 yield places[start], record
                 left, last = left - num_bytes, start
+
+    def fetch(
+        self, version: int, have: Identity | None = None, without: Collection[str] = ()
+    ) -> list[VersionManifest]:
+        """See :meth:`route`."""
+        return self.route(have, version, without)
 
     def route(
         self, have: Identity | None, version: int, without: Collection[str] = ()

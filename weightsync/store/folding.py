@@ -17,7 +17,7 @@ from weightsync.codec import (
 from weightsync.codec.spans import Bytes
 from weightsync.errors import ConfigError, IntegrityError
 from weightsync.store.directory import Store
-from weightsync.store.publish import DEFAULT_FILE_BYTES, RecordWriter, commit, payload_folder
+from weightsync.store.payload import DEFAULT_FILE_BYTES, RecordWriter, commit, payload_folder
 from weightsync.store.version import TensorEntry, VersionKind, VersionManifest
 from weightsync.types import TensorMeta
 
@@ -31,7 +31,7 @@ def fold(store: Store, base_version: int, version: int) -> VersionManifest:
     """
     base = store.manifest(base_version)
     chain = store.route(base.target, version)
-    if len(chain) < 2 or chain[0].kind is VersionKind.FULL:
+    if len(chain) < 2 or chain[0].is_full:
         raise ConfigError(
             f"nothing to fold from version {base_version} to {version}: "
             "a single delta or a full version is the cheapest way already"
@@ -42,7 +42,7 @@ def fold(store: Store, base_version: int, version: int) -> VersionManifest:
     last = chain[-1]
     files = {t.meta.name: t for t in read_tensors(store.payload_path(way[0]))}
     with payload_folder(store, f"v{version:012}-from-{base_version:012}") as folder:
-        writer = RecordWriter(folder, DEFAULT_FILE_BYTES, float("inf"))
+        writer = RecordWriter(folder, DEFAULT_FILE_BYTES)
         entries = []
         for entry in last.tensors:
             tensor = files[entry.meta.name]

@@ -41,7 +41,6 @@ from weightsync.store.mapped import MappedFiles
 from weightsync.store.version import (
     Identity,
     TensorEntry,
-    VersionKind,
     VersionManifest,
     root_of,
 )
@@ -171,7 +170,7 @@ class LocalCheckpoint:
             except (UnavailableError, IntegrityError) as error:
                 broken[manifest.file_name] = error
                 return _Step.WAY_BROKEN
-            if manifest.kind is VersionKind.FULL:
+            if manifest.is_full:
                 self._seed(store, manifest)
                 continue
             try:

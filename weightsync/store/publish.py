@@ -2,34 +2,36 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import json
-import shutil
-import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
-from weightsync.checkpoints import INDEX_FILE, write_header
 from weightsync.codec import (
     Variant,
+    apply_changes,
     block_digests,
-    encode_tensor,
+    decode_record,
+    encode_span,
     tensor_digest,
 )
-from weightsync.codec.spans import Bytes, Digests
-from weightsync.errors import LayoutError, UnknownNameError, VersionError
-from weightsync.faults import reach
-from weightsync.manifest import name_some
+from weightsync.codec.spans import Digests, span_bytes, span_digests, spans_of
+from weightsync.errors import VersionError
+from weightsync.native_delta import Place
 from weightsync.store.directory import Store
-from weightsync.store.durable import create_file, named_errors, sync_directory, write_durable
+from weightsync.store.durable import sync_directory
+from weightsync.store.payload import (
+    DEFAULT_FILE_BYTES,
+    RecordWriter,
+    commit,
+    payload_folder,
+    write_full,
+)
 from weightsync.store.version import (
     MAX_VERSION,
-    FileEntry,
     Identity,
     TensorEntry,
     VersionKind,
@@ -37,66 +39,51 @@ from weightsync.store.version import (
     plain_name,
     root_of,
 )
-from weightsync.tables import dense_strides
-from weightsync.tensors import view_of
-from weightsync.types import TensorMeta, item_bytes
+from weightsync.store.weights import Weight, Weights, check_same, weights_of
+from weightsync.transports.base import StoreSource
 
-DEFAULT_FILE_BYTES: Final = 1 << 30
 #: A delta larger than this share of the weights is a full version instead: byte planes of weights
 #: compress to about 11/16, and a full version needs no base.
 _DENSE_SHARE: Final = 0.6
-
-
-@dataclass(frozen=True, eq=False)
-class Weight:
-    """A dense tensor in host memory: its wire form and its bytes, uint8 [meta.num_bytes]."""
-
-    meta: TensorMeta
-    data: Bytes
-    owner: Any = None
-
-
-Weights = dict[str, Weight]
-
-
-def weights_of(named: Iterable[tuple[str, Any]]) -> Weights:
-    """Tensors in host memory (torch, NumPy) by name, without a copy where they are contiguous.
-
-    Raises :class:`LayoutError` for one that is elsewhere, or a name that comes twice.
-    """
-    found: Weights = {}
-    for name, tensor in named:
-        view = view_of(tensor, name)
-        if view.device != "cpu":
-            raise LayoutError(f"{name!r} is on {view.device}; a store takes tensors in host memory")
-        if name in found:
-            raise LayoutError(f"{name!r} comes twice")
-        meta = TensorMeta(name, view.dtype, view.shape)
-        if view.strides_bytes != dense_strides(view.shape, item_bytes(view.dtype)):
-            view = view_of(np.ascontiguousarray(tensor) if isinstance(tensor, np.ndarray)
-                           else tensor.contiguous(), name)  # fmt: skip
-        memory: Any = b""
-        if meta.num_bytes:
-            memory = (ctypes.c_uint8 * meta.num_bytes).from_address(view.ptr)
-        found[name] = Weight(meta, np.frombuffer(memory, dtype=np.uint8), view.owner)
-    return found
+_SPANS_AT_ONCE: Final = 256
 
 
 @dataclass(eq=False)
 class _Snapshot:
-    """What the store's newest version of this publisher holds, in this process's memory."""
+    """Copies of weights in this process's memory; ``identity`` is the version of the store that they
+    are, None while they are none that is visible."""
 
-    identity: Identity
+    identity: Identity | None
     weights: Weights
     digests: dict[str, Digests]
 
 
-class Publisher:
+@dataclass(eq=False)
+class Encoded:
+    """A version that is not published yet; the weights it was made of may change.
+
+    ``records`` are those of a delta on ``base``; None: a full version, whose bytes are the
+    publisher's snapshot by now.
+    """
+
+    version: int
+    base: Identity | None
+    records: dict[str, list[tuple[Place, bytes]]] | None
+    digests: dict[str, Digests]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the records."""
+        return sum(len(r) for rs in (self.records or {}).values() for _, r in rs)
+
+
+class Publisher(StoreSource):
     """Publishes the versions of one run, from one process.
 
     Keeps a copy of the weights in host memory (their size) to diff against. It advances only when a
     version is visible in the store; after any failure the next version is coded against the last one
     that is. Nothing is ever overwritten: a second publisher of the run gets :class:`BusyError`.
+    ``publish`` is ``commit(encode(...))``; one may go on changing weights between the two.
     """
 
     def __init__(
@@ -106,12 +93,14 @@ class Publisher:
         file_bytes: int = DEFAULT_FILE_BYTES,
         extra_files: Mapping[str, bytes] | None = None,
         variant: Variant = Variant.EXACT,
+        num_threads: int = 1,
     ) -> None:
         """``extra_files`` (config, tokenizer) go beside the weights of every full version."""
         self.store = store
         self._file_bytes = file_bytes
         self._extra = {plain_name(name): data for name, data in (extra_files or {}).items()}
         self._variant = variant
+        self._threads = num_threads
         self._snapshot: _Snapshot | None = None
         store.path.mkdir(parents=True, exist_ok=True)
         sync_directory(store.directory)
@@ -121,80 +110,162 @@ class Publisher:
 
         Raises :class:`VersionError`, :class:`BusyError`, :class:`CapacityError`.
         """
-        self._check_version(version)
-        digests = {name: block_digests(w.meta, w.data) for name, w in weights.items()}
-        tensors = tuple(TensorEntry(w.meta, tensor_digest(digests[n])) for n, w in weights.items())
-        with self._payload(version) as folder:
-            files = self._write_full(folder, weights)
-            manifest = VersionManifest(
-                run_id=self.store.run_id,
-                kind=VersionKind.FULL,
-                target=Identity(version, root_of(tensors)),
-                base=None,
-                directory=folder.name,
-                files=files,
-                tensors=tensors,
-            )
-            commit(self.store, manifest)
-        copies = {n: Weight(w.meta, w.data.copy()) for n, w in weights.items()}
-        self._snapshot = _Snapshot(manifest.target, copies, digests)
-        return manifest
+        return self.commit(self.encode_full(version, weights))
 
-    def publish(self, version: int, weights: Weights) -> VersionManifest:
+    def publish(self, version: int, payload: Weights) -> VersionManifest:
         """What changed since this publisher's last version, or a full one if that takes no more.
 
         The first version of a publisher is full. Raises as :meth:`publish_full`, and
         :class:`LayoutError` if names, dtypes or shapes are not those of the last version.
         """
-        snapshot = self._snapshot
-        if snapshot is None:
-            return self.publish_full(version, weights)
-        self._check_version(version)
-        _check_same(snapshot.weights, weights)
-        digests = {name: d.copy() for name, d in snapshot.digests.items()}
-        raw_bytes = sum(w.meta.num_bytes for w in weights.values())
-        with self._payload(version) as folder:
-            writer = RecordWriter(folder, self._file_bytes, _DENSE_SHARE * raw_bytes)
-            entries = []
-            for name, weight in weights.items():
-                records = encode_tensor(
-                    weight.meta, snapshot.weights[name].data, weight.data, digests[name],
-                    variant=self._variant,
-                )  # fmt: skip
-                entries.append(writer.add(weight.meta, (r for _, r in records), digests[name]))
-                if writer.is_over:
-                    break
-            else:
-                manifest = VersionManifest(
-                    run_id=self.store.run_id,
-                    kind=VersionKind.DELTA,
-                    target=Identity(version, root_of(entries)),
-                    base=snapshot.identity,
-                    directory=folder.name,
-                    files=writer.finish(),
-                    tensors=tuple(entries),
-                    num_changed=writer.num_changed,
-                )
-                commit(self.store, manifest)
-                self._advance(snapshot, manifest, weights, digests)
-                return manifest
-            writer.discard()
-            shutil.rmtree(folder)
-        return self.publish_full(version, weights)
+        return self.commit(self.encode(version, payload))
 
-    def _advance(
+    # --- first half: reads the weights ------------------------------------------------------------
+
+    def encode_full(self, version: int, weights: Weights) -> Encoded:
+        """Copies the weights into the snapshot, which is no version of the store until it is
+        committed."""
+        self._check_version(version)
+        former, copies = self._snapshot, {}
+        self._snapshot = None
+        for name, weight in weights.items():
+            kept = None if former is None else former.weights.get(name)
+            if kept is not None and kept.meta == weight.meta:
+                kept.data[:] = weight.data
+                copies[name] = kept
+            else:
+                copies[name] = Weight(weight.meta, weight.data.copy())
+        with ThreadPoolExecutor(self._threads, "weightsync-digest") as pool:
+            found = pool.map(lambda w: block_digests(w.meta, w.data), copies.values())
+            digests = dict(zip(copies, found, strict=True))
+        self._snapshot = _Snapshot(None, copies, digests)
+        return Encoded(version, None, None, digests)
+
+    def encode(self, version: int, payload: Weights) -> Encoded:
+        """What changed since the last version, in memory; the snapshot stays what it is. Full, if there
+        is no last version or a delta would not pay."""
+        snapshot, weights = self._snapshot, payload
+        if snapshot is None or snapshot.identity is None:
+            return self.encode_full(version, weights)
+        self._check_version(version)
+        check_same(snapshot.weights, weights)
+        digests = {name: d.copy() for name, d in snapshot.digests.items()}
+        limit_bytes = _DENSE_SHARE * sum(w.meta.num_bytes for w in weights.values())
+        records: dict[str, list[tuple[Place, bytes]]] = {name: [] for name in weights}
+        num_bytes = 0
+        for name, place, record in self._encoded_spans(snapshot, weights, digests):
+            records[name].append((place, record))
+            num_bytes += len(record)
+            if num_bytes > limit_bytes:
+                return self.encode_full(version, weights)
+        return Encoded(version, snapshot.identity, records, digests)
+
+    def _encoded_spans(
+        self, snapshot: _Snapshot, weights: Weights, digests: dict[str, Digests]
+    ) -> Iterator[tuple[str, Place, bytes]]:
+        """Spans side by side, so that one large tensor is not the tail of all."""
+
+        def one(item: tuple[str, Place]) -> tuple[str, Place, bytes | None]:
+            name, place = item
+            old, new = snapshot.weights[name].data, weights[name].data
+            part = span_digests(digests[name], place)
+            record = encode_span(
+                place, span_bytes(old, place), span_bytes(new, place), part, self._variant
+            )
+            return name, place, record
+
+        spans = [(name, place) for name, w in weights.items() for place in spans_of(w.meta)]
+        with ThreadPoolExecutor(self._threads, "weightsync-encode") as pool:
+            for start in range(0, len(spans), _SPANS_AT_ONCE):
+                for name, place, record in pool.map(one, spans[start : start + _SPANS_AT_ONCE]):
+                    if record is not None:
+                        yield name, place, record
+
+    # --- second half: writes the store --------------------------------------------------------------
+
+    def commit(self, pending: Encoded) -> VersionManifest:
+        """Make it visible, then advance the snapshot. Raises as :meth:`publish_full`; the store and the
+        last version are then what they were."""
+        encoded = pending
+        self._check_version(encoded.version)
+        snapshot = self._snapshot
+        if snapshot is None or (encoded.records is not None and snapshot.identity != encoded.base):
+            raise VersionError(
+                f"version {encoded.version} was encoded on {encoded.base}, which is not this "
+                "publisher's last version any more; encode it again"
+            )
+        with payload_folder(self.store, f"v{encoded.version:012}") as folder:
+            if encoded.records is None:
+                manifest = self._full(folder, encoded, snapshot)
+            else:
+                manifest = self._delta(folder, encoded, encoded.records, snapshot)
+            commit(self.store, manifest)
+        self._snapshot = None  # neither one nor the other until all is copied
+        if encoded.records is not None:
+            _advance(snapshot, encoded.records)
+        self._snapshot = _Snapshot(manifest.target, snapshot.weights, encoded.digests)
+        return manifest
+
+    def anchor(self) -> VersionManifest:
+        """The last version once more, in full, beside the delta that leads to it: for who starts anew.
+
+        Raises :class:`VersionError` if there is no last version, :class:`BusyError` if it is in full
+        already.
+        """
+        snapshot = self._snapshot
+        if snapshot is None or snapshot.identity is None:
+            raise VersionError(f"run {self.store.run_id!r}: no version of this publisher to write")
+        version = snapshot.identity.version
+        with payload_folder(self.store, f"v{version:012}-full") as folder:
+            encoded = Encoded(version, None, None, snapshot.digests)
+            manifest = self._full(folder, encoded, snapshot, VersionKind.ANCHOR)
+            commit(self.store, manifest)
+        return manifest
+
+    def _full(
         self,
+        folder: Path,
+        encoded: Encoded,
         snapshot: _Snapshot,
-        manifest: VersionManifest,
-        weights: Weights,
-        digests: dict[str, Digests],
-    ) -> None:
-        self._snapshot = None  # neither one nor the other until all are copied
-        for entry in manifest.tensors:
-            if entry.has_records:
-                name = entry.meta.name
-                snapshot.weights[name].data[:] = weights[name].data
-        self._snapshot = _Snapshot(manifest.target, snapshot.weights, digests)
+        kind: VersionKind = VersionKind.FULL,
+    ) -> VersionManifest:
+        weights = list(snapshot.weights.values())
+        tensors = tuple(
+            TensorEntry(w.meta, tensor_digest(encoded.digests[w.meta.name])) for w in weights
+        )
+        files = write_full(folder, weights, self._file_bytes, self._extra)
+        return VersionManifest(
+            run_id=self.store.run_id,
+            kind=kind,
+            target=Identity(encoded.version, root_of(tensors)),
+            base=None,
+            directory=folder.name,
+            files=files,
+            tensors=tensors,
+        )
+
+    def _delta(
+        self,
+        folder: Path,
+        encoded: Encoded,
+        records: dict[str, list[tuple[Place, bytes]]],
+        snapshot: _Snapshot,
+    ) -> VersionManifest:
+        writer = RecordWriter(folder, self._file_bytes)
+        entries = [
+            writer.add(weight.meta, (r for _, r in records[name]), encoded.digests[name])
+            for name, weight in snapshot.weights.items()
+        ]
+        return VersionManifest(
+            run_id=self.store.run_id,
+            kind=VersionKind.DELTA,
+            target=Identity(encoded.version, root_of(entries)),
+            base=encoded.base,
+            directory=folder.name,
+            files=writer.finish(),
+            tensors=tuple(entries),
+            num_changed=writer.num_changed,
+        )
 
     def _check_version(self, version: int) -> None:
         last = self.store.last_number()
@@ -204,133 +275,23 @@ class Publisher:
                 "versions rise, and a number is never used again"
             )
 
-    @contextlib.contextmanager
-    def _payload(self, version: int) -> Iterator[Path]:
-        """A folder of our own; removed if the version does not come to be."""
-        with payload_folder(self.store, f"v{version:012}") as folder:
-            yield folder
 
-    def _write_full(self, folder: Path, weights: Weights) -> tuple[FileEntry, ...]:
-        shards: list[list[Weight]] = [[]]
-        used = 0
-        for weight in weights.values():
-            if shards[-1] and used + weight.meta.num_bytes > self._file_bytes:
-                shards.append([])
-                used = 0
-            shards[-1].append(weight)
-            used += weight.meta.num_bytes
-        files: list[FileEntry] = []
-        weight_map: dict[str, str] = {}
-        for number, shard in enumerate(shards, 1):
-            name = f"model-{number:05}-of-{len(shards):05}.safetensors"
-            weight_map |= {weight.meta.name: name for weight in shard}
-            files.append(FileEntry(name, *write_durable(folder / name, _shard_chunks(shard))))
-            reach("store.payload")
-        total = sum(weight.meta.num_bytes for weight in weights.values())
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        for name, data in {**self._extra, INDEX_FILE: json.dumps(index, indent=2).encode()}.items():
-            files.append(FileEntry(name, *write_durable(folder / name, [data])))
-        return tuple(files)
+def _advance(snapshot: _Snapshot, records: dict[str, list[tuple[Place, bytes]]]) -> None:
+    """Take the snapshot to what was published, from the records: the weights may be others by now.
+
+    Raises :class:`IntegrityError` if the records do not lead there.
+    """
+    for name, found in records.items():
+        data, digests = snapshot.weights[name].data, snapshot.digests[name].copy()
+        for place, record in found:
+            changes = decode_record(
+                place,
+                np.frombuffer(record, dtype=np.uint8),
+                span_bytes(data, place),
+                span_digests(digests, place),
+                are_digests_known=True,
+            )
+            apply_changes(data, changes)
 
 
-class RecordWriter:
-    """Payload files of records, cut at tensors; ``limit_bytes`` is where a delta stops to pay."""
-
-    def __init__(self, folder: Path, file_bytes: int, limit_bytes: float) -> None:
-        self._folder = folder
-        self._file_bytes = file_bytes
-        self._limit_bytes = limit_bytes
-        self._pending: list[bytes] = []
-        self._pending_bytes = 0
-        self._written = 0
-        self._files: list[FileEntry] = []
-        self.num_changed = 0
-
-    @property
-    def is_over(self) -> bool:
-        return self._written + self._pending_bytes > self._limit_bytes
-
-    def add(self, meta: TensorMeta, records: Iterable[bytes], digests: Digests) -> TensorEntry:
-        """One tensor; ``digests`` are the new ones once its records were taken."""
-        start, num_bytes = self._pending_bytes, 0
-        for record in records:
-            self._pending.append(record)
-            num_bytes += len(record)
-            self.num_changed += int.from_bytes(record[20:24], "little")
-        digest = tensor_digest(digests)
-        if num_bytes == 0:
-            return TensorEntry(meta, digest)
-        entry = TensorEntry(meta, digest, len(self._files), start, num_bytes)
-        self._pending_bytes += num_bytes
-        if self._pending_bytes >= self._file_bytes:
-            self._flush()
-        return entry
-
-    def finish(self) -> tuple[FileEntry, ...]:
-        """All files, durable."""
-        if self._pending:
-            self._flush()
-        return tuple(self._files)
-
-    def discard(self) -> None:
-        """Forget what is pending."""
-        self._pending = []
-
-    def _flush(self) -> None:
-        name = f"delta-{len(self._files):05}.wsd"
-        self._files.append(FileEntry(name, *write_durable(self._folder / name, self._pending)))
-        self._written += self._pending_bytes
-        self._pending, self._pending_bytes = [], 0
-        reach("store.payload")
-
-
-@contextlib.contextmanager
-def payload_folder(store: Store, stem: str) -> Iterator[Path]:
-    """A payload folder with a name of its own; removed again if the block raises."""
-    folder = store.path / f"{stem}-{uuid.uuid4().hex[:12]}"
-    with named_errors("creating", folder):
-        folder.mkdir()
-    try:
-        yield folder
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-
-
-def commit(store: Store, manifest: VersionManifest) -> None:
-    """Make a version visible whose payload is written. Raises :class:`BusyError` if its number is
-    taken."""
-    sync_directory(store.payload_path(manifest))
-    sync_directory(store.path)
-    path = store.path / manifest.file_name
-    create_file(path, manifest.to_bytes(), before=lambda: reach("store.manifest"))
-    reach("store.committed")
-
-
-def _shard_chunks(shard: list[Weight]) -> Iterator[bytes | memoryview]:
-    class Sink:
-        """What the header is written to."""
-
-        data = b""
-
-        def write(self, data: bytes) -> None:
-            self.data += data
-
-    sink: Any = Sink()
-    write_header(sink, [(w.meta.name, w.meta.dtype, w.meta.shape) for w in shard])
-    yield sink.data
-    for weight in shard:
-        yield weight.data.data
-
-
-def _check_same(kept: Weights, weights: Weights) -> None:
-    unknown = sorted(weights.keys() - kept.keys())
-    missing = sorted(kept.keys() - weights.keys())
-    if unknown or missing:
-        raise UnknownNameError(
-            f"a version must hold the tensors of its run: unknown {name_some(unknown) or 'none'}, "
-            f"missing {name_some(missing) or 'none'}; publish a full version, or start a new run"
-        )
-    for name, weight in weights.items():
-        if weight.meta != kept[name].meta:
-            raise LayoutError(f"{name!r}: got {weight.meta}, the run has {kept[name].meta}")
+__all__ = ["DEFAULT_FILE_BYTES", "Encoded", "Publisher", "Weight", "Weights", "weights_of"]

@@ -34,6 +34,7 @@ class VersionKind(StrEnum):
     """What the payload of a version is."""
 
     FULL = "full"  # safetensors with a Hugging Face index; stands on nothing
+    ANCHOR = "anchor"  # the same, beside the delta that leads to this version
     DELTA = "delta"  # records on the version before
     FOLD = "fold"  # records on an older version, beside the deltas they replace
 
@@ -89,6 +90,11 @@ class VersionManifest:
         return self.target.version
 
     @property
+    def is_full(self) -> bool:
+        """Whether it stands on nothing."""
+        return self.base is None
+
+    @property
     def num_bytes(self) -> int:
         """Of the payload."""
         return sum(file.num_bytes for file in self.files)
@@ -102,6 +108,8 @@ class VersionManifest:
         """Of the manifest itself."""
         if self.kind is VersionKind.FOLD and self.base is not None:
             return fold_name(self.version, self.base.version)
+        if self.kind is VersionKind.ANCHOR:
+            return anchor_name(self.version)
         return manifest_name(self.version)
 
     def to_bytes(self) -> bytes:
@@ -166,7 +174,7 @@ class VersionManifest:
         )  # fmt: skip
 
     def _check(self) -> None:
-        if (self.base is None) != (self.kind is VersionKind.FULL):
+        if self.is_full != (self.kind in (VersionKind.FULL, VersionKind.ANCHOR)):
             raise ValueError("a full version stands on nothing, any other on a base")
         if self.base is not None and self.base.version >= self.version:
             raise ValueError(f"version {self.version} on a base of {self.base.version}")
@@ -196,6 +204,11 @@ def manifest_name(version: int) -> str:
 def fold_name(version: int, base_version: int) -> str:
     """The plain name of a fold's manifest."""
     return f"v{version:012}-from-{base_version:012}.json"
+
+
+def anchor_name(version: int) -> str:
+    """The plain name of an anchor's manifest."""
+    return f"v{version:012}-full.json"
 
 
 def root_of(tensors: Sequence[TensorEntry]) -> str:

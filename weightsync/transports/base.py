@@ -9,6 +9,8 @@ the engine registered or mapped, so a late peer can harm nothing.
   receives it, empties it and releases it. Back-pressure is the ring.
 - *Direct*: the source publishes regions; the target reads any segments of them.
 
+A third contract has no pair: a *store* keeps versions where both sides reach them.
+
 Threads: an endpoint and what it made are used by one thread at a time, except ``lost()``, ``close()``
 and cancelling through the deadline's token, which any thread may do at any time. Waits raise
 :class:`DeadlineError`, :class:`CancelledError` or :class:`PeerLostError`; when a wait raised, no copy of
@@ -19,7 +21,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -27,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsync.deadline import Deadline
-from weightsync.errors import ProtocolError
+from weightsync.errors import ProtocolError, UnavailableError
 from weightsync.tables import DigestRows
 from weightsync.types import Availability, Capabilities, CostConstants, RegionAddress
 
@@ -44,6 +46,8 @@ __all__ = [
     "Slot",
     "SlotHeader",
     "SourceEndpoint",
+    "StoreSource",
+    "StoreTarget",
     "StreamSource",
     "StreamTarget",
     "Table",
@@ -272,6 +276,43 @@ class TargetEndpoint(Endpoint):
         """Whether direct reads of this very peer work, found out by reading a known word."""
 
 
+class StoreSource(ABC):
+    """The publishing end of a store: versions in a place that both sides reach, with no live peer.
+
+    A version is visible whole or not at all, and what was published is never changed. ``payload`` and
+    what becomes of it are the transport's own.
+    """
+
+    @abstractmethod
+    def encode(self, version: int, payload: Any) -> Any:
+        """Everything that has to read ``payload``, which may change afterwards. Nothing is visible."""
+
+    @abstractmethod
+    def commit(self, pending: Any) -> Any:
+        """Make an encoded version visible. After an error it is not, and the next one is made on the
+        last that is."""
+
+    def publish(self, version: int, payload: Any) -> Any:
+        """Both at once."""
+        return self.commit(self.encode(version, payload))
+
+
+class StoreTarget(ABC):
+    """The reading end of a store. It opens sessions of its own at its engine."""
+
+    @abstractmethod
+    def latest(self) -> int | None:
+        """The newest version that is visible, None if there is none."""
+
+    @abstractmethod
+    def fetch(self, version: int, have: Any = None, without: Collection[str] = ()) -> Any:
+        """The cheapest way from what one has (None: nothing) to a version: what to take, in order.
+
+        ``without`` names what turned out to be damaged. Raises :class:`UnavailableError` if there is
+        no way.
+        """
+
+
 class Transport(ABC):
     """A way to move bytes; one instance a process, without state of its own."""
 
@@ -293,3 +334,11 @@ class Transport(ABC):
         self, descriptor: Descriptor, deadline: Deadline, device: str = "cpu"
     ) -> TargetEndpoint:
         """Attach to the source that wrote ``descriptor``; ``device`` as for ``open_source``."""
+
+    def open_store_source(self, location: str, run_id: str, **options: Any) -> StoreSource:
+        """Publish to a store. Raises :class:`UnavailableError` where there are live peers instead."""
+        raise UnavailableError(f"{self.name} moves bytes between live peers; it keeps no versions")
+
+    def open_store_target(self, location: str, run_id: str | None = None) -> StoreTarget:
+        """Read a store; None: the run that was published to last."""
+        raise UnavailableError(f"{self.name} moves bytes between live peers; it keeps no versions")

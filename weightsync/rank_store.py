@@ -1,0 +1,298 @@
+"""What one rank of an engine takes from a store of versions, and how a delta gets into live weights.
+
+Everything is read, decoded and compared while the engine generates: the digest of *every* tensor that
+the rank holds, changed or not, as it will be. Only then may :class:`DeltaApply` write, under a pause.
+Full versions land like any other update, in the staging copy or in the slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+
+from weightsync.binding import Spot
+from weightsync.codec import block_digests
+from weightsync.codec.spans import Bytes
+from weightsync.coverage import SlotIndex
+from weightsync.deadline import Deadline
+from weightsync.device_tables import CPU, DeviceMemory, segment_copy, synchronize, write_bytes
+from weightsync.digest import DigestPart, DigestTable
+from weightsync.errors import (
+    ConfigError,
+    DTypeMismatchError,
+    IntegrityError,
+    MissingNameError,
+    ShapeMismatchError,
+)
+from weightsync.faults import reach
+from weightsync.layout import Layout
+from weightsync.live_tensor import LiveTensor, Write, copy_parts
+from weightsync.manifest import name_some
+from weightsync.rank_session import Landing, OpenSession
+from weightsync.store.chain import Chain, ChainTensor, open_chain
+from weightsync.tables import dense_strides, segment_rows, table
+from weightsync.types import Box, SlotKind, TensorMeta, item_bytes
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+@dataclass(eq=False)
+class Fetched:
+    """What a session has taken from a store: ``digests`` are those of the boxes of this rank, by the
+    store's names; ``writes`` are of a delta, whose tensors are ``touched``."""
+
+    parts: dict[str, tuple[TensorMeta, tuple[tuple[int, int], ...]]]  # meta, slots of this rank
+    digests: dict[str, int] = field(default_factory=dict)
+    writes: list[Write] = field(default_factory=list)
+    touched: list[str] = field(default_factory=list)
+    num_payload_bytes: int = 0
+    num_changed: int = 0
+
+
+class RankStore:
+    """Of one rank: ``slots`` are its live affine boxes."""
+
+    def __init__(
+        self, layout: Layout, index: SlotIndex, slots: Landing, device: str, num_threads: int
+    ) -> None:
+        self._layout, self._index, self._slots = layout, index, slots
+        self._device, self._threads = device, num_threads
+
+    # --- full versions ------------------------------------------------------------------------------
+
+    def land(self, opened: OpenSession, source: Mapping[str, Any], deadline: Deadline) -> Fetched:
+        """A full version, and the deltas on it, into the landing of the session.
+
+        Raises :class:`IntegrityError` if bytes are not what the manifest says,
+        :class:`UnavailableError`, :class:`LayoutError` and what becomes of it.
+        """
+        chain = open_chain(source)
+        fetched = self._fetched(chain)
+        landing = opened.staging.landing
+        for tensor in chain.tensors():
+            deadline.check()
+            if tensor.meta.name not in fetched.parts:  # of other ranks
+                continue
+            _, keys = fetched.parts[tensor.meta.name]
+            spots = [landing[key] for key in keys]
+            target = self._target(tensor.meta, spots)
+            opened.touch()
+            data = tensor.read(target)
+            fetched.num_payload_bytes += data.size
+            if target is None:
+                self._place(tensor.meta, data, spots)
+            fetched.digests[tensor.meta.name] = _digest_of(tensor.meta, data, spots)
+            reach("follow.landed")
+        return fetched
+
+    def _target(self, meta: TensorMeta, spots: Sequence[Spot]) -> Bytes | None:
+        """Where the whole tensor may be read to directly; None: into a buffer."""
+        live = LiveTensor(meta, spots)
+        is_direct = self._device == CPU and live.is_dense and live.is_whole
+        return live.bytes() if is_direct else None
+
+    def _place(self, meta: TensorMeta, data: Bytes, spots: Sequence[Spot]) -> None:
+        """A whole tensor's boxes, from host memory to where they land."""
+        if self._device == CPU:
+            copy_parts(meta, data.ctypes.data, spots, is_gather=False, num_threads=self._threads)
+            return
+        if not meta.num_bytes:
+            return
+        memory, item = DeviceMemory(meta.num_bytes, self._device), item_bytes(meta.dtype)
+        write_bytes(memory.ptr, data.tobytes(), self._device)
+        strides = dense_strides(meta.shape, item)
+        whole = Spot(Box.whole(meta.shape), memory.ptr, strides, meta.dtype)
+        rows: list[tuple[int, ...]] = []
+        for spot in spots:
+            rows += segment_rows(
+                spot.box.shape,
+                source=(whole.at(spot.box), strides, item),
+                target=(spot.ptr, spot.strides_bytes, item),
+            )
+        segment_copy(table(rows, 13), self._device).run(self._threads)
+        memory.close()
+
+    # --- deltas ---------------------------------------------------------------------------------------
+
+    def decode(self, source: Mapping[str, Any], deadline: Deadline) -> Fetched:
+        """What a chain of deltas does to the live weights; nothing is written.
+
+        Several deltas are folded span by span. Raises :class:`IntegrityError` if any tensor, changed
+        or not, would not be the target's afterwards: a record is damaged, or live weights are
+        not the base; :class:`ConfigError` where deltas cannot be applied to this engine.
+        """
+        chain = open_chain(source)
+        fetched = self._fetched(chain)
+        self._check_can_patch(fetched)
+        mine = [t for t in chain.tensors() if t.meta.name in fetched.parts]
+
+        def one(tensor: ChainTensor) -> tuple[ChainTensor, list[Write], int]:
+            deadline.check()
+            spots = [self._slots[key] for key in fetched.parts[tensor.meta.name][1]]
+            return (tensor, *_writes(tensor, LiveTensor(tensor.meta, spots)))
+
+        for tensor, writes, num_bytes in self._on_each(mine, one):
+            fetched.digests[tensor.meta.name] = tensor.digest or 0
+            fetched.writes += writes
+            fetched.num_payload_bytes += num_bytes
+            fetched.num_changed += sum(w.positions.size for w in writes)
+            if writes:
+                fetched.touched.append(tensor.meta.name)
+        return fetched
+
+    def _check_can_patch(self, fetched: Fetched) -> None:
+        if self._device != CPU:
+            raise ConfigError(f"deltas are applied in host memory so far, not on {self._device}")
+        for meta, keys in fetched.parts.values():
+            if any(key not in self._slots for key in keys):
+                raise ConfigError(
+                    f"{meta.name!r} is an opaque slot of this engine: its wire form is not in memory, "
+                    "so no delta can be applied to it; take full versions"
+                )
+            if not LiveTensor(meta, [self._slots[key] for key in keys]).is_whole:
+                raise ConfigError(
+                    f"{meta.name!r} is cut over ranks of this engine, and a delta needs all of its old "
+                    "values; take full versions"
+                )
+
+    def _on_each(self, items: Sequence[T], act: Callable[[T], R]) -> Iterator[R]:
+        if self._threads <= 1 or len(items) <= 1:
+            yield from map(act, items)
+            return
+        with ThreadPoolExecutor(self._threads, "weightsync-decode") as pool:
+            yield from pool.map(act, items)
+
+    # --- what was fetched ---------------------------------------------------------------------------
+
+    def _fetched(self, chain: Chain) -> Fetched:
+        """Which slots each tensor fills. Raises what names and forms that do not fit deserve."""
+        layout = self._layout
+        parts: dict[str, tuple[TensorMeta, tuple[tuple[int, int], ...]]] = {}
+        seen: dict[str, str] = {}
+        for meta in chain.metas:
+            (name,) = layout.resolve([meta.name], "engine")
+            if name in seen:
+                if meta.name == name:  # the tied name is in the file as well: one of them is enough
+                    del parts[seen[name]]
+                else:
+                    continue
+            seen[name] = meta.name
+            i = layout.index[name]
+            _check_form(meta, layout.tensors[i].wire_forms)
+            keys = tuple(
+                (i, j) for j, p in enumerate(layout.tensors[i].placed) if p.rank == self._index.rank
+            )
+            if keys:
+                parts[meta.name] = (meta, keys)
+        missing = sorted(layout.index.keys() - seen.keys())
+        if missing:
+            raise MissingNameError(
+                f"{chain.where} does not hold {len(missing)} tensors of the engine: "
+                f"{name_some(missing)}"
+            )
+        return Fetched(parts)
+
+    def check(
+        self, fetched: Fetched, spots: Landing, what: str, names: Sequence[str] | None = None
+    ) -> None:
+        """Digest what lies at ``spots`` (of ``names``; None: of everything). Raises
+        :class:`IntegrityError`."""
+        parts: list[DigestPart] = []
+        for name in fetched.parts if names is None else names:
+            meta, keys = fetched.parts[name]
+            for key in keys:
+                if key in spots:
+                    spot = spots[key]
+                    parts.append(
+                        DigestPart(meta, spot.box, spot.ptr, spot.strides_bytes, spot.dtype)
+                    )
+        synchronize(self._device)
+        found = DigestTable(parts, self._device).compute(self._threads)
+        self.compare(fetched, found, what)
+
+    def compare(self, fetched: Fetched, found: Mapping[str, int], what: str) -> None:
+        """Digests by the store's names against those expected."""
+        wrong = [name for name, digest in found.items() if fetched.digests[name] != digest]
+        if wrong:
+            raise IntegrityError(
+                f"{what}: {len(wrong)} tensors are not the version's: {name_some(wrong)}; got "
+                f"{found[wrong[0]]:016x} for the first, expected {fetched.digests[wrong[0]]:016x}"
+            )
+
+    def opaque(self, fetched: Fetched) -> dict[str, str]:
+        """Engine's name -> store's name of the opaque slots."""
+        tensors = self._layout.tensors
+        return {
+            tensors[keys[0][0]].name: name
+            for name, (_, keys) in fetched.parts.items()
+            if tensors[keys[0][0]].kind is SlotKind.OPAQUE
+        }
+
+
+class DeltaApply:
+    """The writes of a delta, put under a pause and taken back if anything fails."""
+
+    def __init__(self, fetched: Fetched) -> None:
+        self._writes = fetched.writes
+        self._is_begun = False
+
+    def put(self) -> None:
+        """Write everything, then read every written element back. Raises :class:`IntegrityError`."""
+        self._is_begun = True
+        half = len(self._writes) // 2
+        for number, write in enumerate(self._writes):
+            if number == half:
+                reach("engine.half_placed")
+            write.put()
+        for write in self._writes:
+            write.check()
+
+    def take_back(self) -> bool:
+        """Restore what was overwritten; whether there was anything. Raises :class:`IntegrityError`
+        if live memory does not hold it afterwards."""
+        if not self._is_begun:
+            return False
+        for write in reversed(self._writes):
+            write.take_back()
+        self._is_begun = False
+        return True
+
+
+def _check_form(meta: TensorMeta, forms: Sequence[TensorMeta]) -> None:
+    if meta.shape != forms[0].shape:
+        raise ShapeMismatchError(
+            f"{meta.name!r}: the store has shape {meta.shape}, the engine {forms[0].shape}"
+        )
+    if meta.dtype != forms[0].dtype:
+        raise DTypeMismatchError(
+            f"{meta.name!r}: the store has {meta.dtype}, the engine takes {forms[0].dtype}"
+        )
+
+
+def _digest_of(meta: TensorMeta, data: Bytes, spots: Sequence[Spot]) -> int:
+    """Of those boxes of a whole tensor in host memory."""
+    item = item_bytes(meta.dtype)
+    strides = dense_strides(meta.shape, item)
+    whole = Spot(Box.whole(meta.shape), data.ctypes.data, strides, meta.dtype)
+    parts = [DigestPart(meta, s.box, whole.at(s.box), strides, meta.dtype) for s in spots]
+    return DigestTable(parts).compute(1).get(meta.name, 0)
+
+
+def _writes(tensor: ChainTensor, live: LiveTensor) -> tuple[list[Write], int]:
+    """What a tensor's records do to its live elements, and the bytes of the records."""
+    old = live.bytes()
+    digests = block_digests(tensor.meta, old)
+    changes = tensor.changes(old, digests)
+    found = [write for change in changes for write in live.writes_of(change)]
+    result = int(digests.sum(dtype=np.uint64))
+    if result != tensor.digest:
+        raise IntegrityError(
+            f"{tensor.meta.name!r} would digest to {result:016x}, expected {tensor.digest:016x}: the "
+            "live weights are not the version that this delta stands on"
+        )
+    return found, tensor.num_bytes

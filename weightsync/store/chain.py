@@ -1,0 +1,210 @@
+"""A way through a store, tensor by tensor: a full version and the deltas on it, or deltas alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from weightsync import native_delta
+from weightsync.checkpoints import FileTensor, read_tensors
+from weightsync.codec import Changes, apply_changes, block_digests, decode_record, tensor_digest
+from weightsync.codec.spans import Bytes, Digests, span_bytes, span_digests, spans_of
+from weightsync.errors import ConfigError, IntegrityError, ProtocolError, UnavailableError
+from weightsync.native_delta import Place
+from weightsync.store.directory import Store, open_payload
+from weightsync.store.version import TensorEntry, VersionManifest
+from weightsync.types import TensorMeta
+
+_READ_BYTES: Final = 64 << 20
+
+
+@dataclass(frozen=True, eq=False)
+class ChainTensor:
+    """One tensor of the target: ``full`` is where its bytes lie (None: one must have the base),
+    ``steps`` the deltas that change it, in order; ``digest`` is that of the target, None if nobody
+    said."""
+
+    meta: TensorMeta
+    digest: int | None
+    full: tuple[Path, FileTensor] | None
+    steps: tuple[tuple[Store, VersionManifest, TensorEntry], ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its records."""
+        return sum(entry.num_bytes for _, _, entry in self.steps)
+
+    def read(self, target: Bytes | None = None) -> Bytes:
+        """The target's bytes, from the full version and the deltas on it; into ``target`` if given.
+
+        Raises :class:`IntegrityError` if they are not what the manifest says.
+        """
+        if self.full is None:
+            raise ConfigError(f"{self.meta.name!r}: these are deltas alone")
+        folder, tensor = self.full
+        data: Bytes = np.empty(self.meta.num_bytes, dtype=np.uint8) if target is None else target
+        _read_exactly(folder / tensor.file, tensor.offset_bytes, data)
+        digests = block_digests(self.meta, data)
+        for store, manifest, entry in self.steps:
+            found = [
+                decode_record(place, record, span_bytes(data, place),
+                              span_digests(digests, place), are_digests_known=True)
+                for place, record in store.records(manifest, entry)
+            ]  # fmt: skip
+            for changes in found:
+                apply_changes(data, changes)
+        found_digest = tensor_digest(digests)
+        if self.digest is not None and found_digest != self.digest:
+            raise IntegrityError(
+                f"{folder / tensor.file}: {self.meta.name!r} digests to {found_digest:016x}, expected "
+                f"{self.digest:016x}; it is torn or was changed"
+            )
+        return data
+
+    def changes(self, old: Bytes, digests: Digests) -> Iterator[Changes]:
+        """What the deltas together change in ``old`` (which stays), folded span by span; block
+        digests of ``old`` become those of the target as this is taken."""
+        if len(self.steps) == 1:
+            for place, record in self._records(0):
+                part = span_bytes(old, place)
+                yield decode_record(
+                    place, record, part, span_digests(digests, place), are_digests_known=True
+                )
+            return
+        streams = [self._records(i) for i in range(len(self.steps))]
+        heads = [next(stream, None) for stream in streams]
+        for place in spans_of(self.meta):
+            now: Bytes | None = None
+            for i, stream in enumerate(streams):
+                head = heads[i]
+                if head is None or head[0] != place:
+                    continue
+                now = span_bytes(old, place).copy() if now is None else now
+                _step(place, head[1], now, span_digests(digests, place))
+                heads[i] = next(stream, None)
+            if now is not None:
+                yield _difference(place, span_bytes(old, place), now)
+
+    def _records(self, step: int) -> Iterator[tuple[Place, Bytes]]:
+        store, manifest, entry = self.steps[step]
+        return store.records(manifest, entry)
+
+
+@dataclass(frozen=True, eq=False)
+class Chain:
+    """All tensors of the target, in order."""
+
+    where: str
+    _tensors: tuple[ChainTensor, ...]
+
+    @property
+    def metas(self) -> tuple[TensorMeta, ...]:
+        return tuple(tensor.meta for tensor in self._tensors)
+
+    def tensors(self) -> tuple[ChainTensor, ...]:
+        return self._tensors
+
+
+def chain_source(store: Store, way: list[VersionManifest]) -> dict[str, Any]:
+    """Plain JSON that :func:`open_chain` opens, on any host that reaches the store."""
+    return {
+        "directory": str(store.directory),
+        "run_id": store.run_id,
+        "manifests": [manifest.file_name for manifest in way],
+    }
+
+
+def checkpoint_source(directory: Path) -> dict[str, Any]:
+    """The same for any Hugging Face directory of safetensors; nobody said its digests."""
+    return {"checkpoint": str(directory)}
+
+
+def open_chain(source: Mapping[str, Any]) -> Chain:
+    """Read the manifests and headers of a way.
+
+    Raises :class:`UnavailableError`, :class:`IntegrityError`, and :class:`ProtocolError` if the
+    manifests do not follow each other.
+    """
+    try:
+        if "checkpoint" in source:
+            return _of_checkpoint(Path(str(source["checkpoint"])))
+        store = Store(str(source["directory"]), str(source["run_id"]))
+        way = [store.read_manifest(str(name)) for name in source["manifests"]]
+    except (KeyError, TypeError) as error:
+        raise ProtocolError(f"malformed way through a store: {error!r}") from error
+    for before, after in pairwise(way):
+        if after.base != before.target:
+            raise ProtocolError(f"{after.file_name} stands on {after.base}, not {before.target}")
+    if not way:
+        raise ProtocolError("an empty way through a store")
+    return _of_way(store, way)
+
+
+def _of_checkpoint(folder: Path) -> Chain:
+    tensors = [ChainTensor(t.meta, None, (folder, t), ()) for t in read_tensors(folder)]
+    return Chain(str(folder), tuple(tensors))
+
+
+def _of_way(store: Store, way: list[VersionManifest]) -> Chain:
+    files: dict[str, FileTensor] = {}
+    folder = store.payload_path(way[0])
+    if way[0].is_full:
+        files = _checked_files(store, way[0])
+    deltas = [m for m in way if not m.is_full]
+    by_name = [{e.meta: e for e in m.tensors} for m in deltas]
+    tensors = []
+    for entry in way[-1].tensors:
+        steps = []
+        for manifest, entries in zip(deltas, by_name, strict=True):
+            if entry.meta not in entries:
+                raise IntegrityError(f"{manifest.file_name} does not hold {entry.meta}")
+            if entries[entry.meta].has_records:
+                steps.append((store, manifest, entries[entry.meta]))
+        full = (folder, files[entry.meta.name]) if files else None
+        tensors.append(ChainTensor(entry.meta, entry.digest, full, tuple(steps)))
+    return Chain(str(store.path / way[-1].file_name), tuple(tensors))
+
+
+def _checked_files(store: Store, manifest: VersionManifest) -> dict[str, FileTensor]:
+    folder = store.payload_path(manifest)
+    if not folder.is_dir():
+        raise UnavailableError(f"{folder} is not there")
+    files = {t.meta.name: t for t in read_tensors(folder)}
+    if {t.meta for t in files.values()} != set(manifest.metas):
+        raise IntegrityError(f"{folder}: its tensors are not those of {manifest.file_name}")
+    return files
+
+
+def _read_exactly(path: Path, offset_bytes: int, data: Bytes) -> None:
+    """By reads, never mapped: an error of a network file system must be an error, not a signal."""
+    with open_payload(path) as file:
+        file.seek(offset_bytes)
+        view, done = data.data, 0
+        while done < data.size:
+            count = file.readinto(view[done : done + _READ_BYTES])
+            if not count:
+                raise IntegrityError(f"{path} ends early, at {offset_bytes + done} bytes")
+            done += count
+
+
+def _step(place: Place, record: Bytes, now: Bytes, digests: Digests) -> None:
+    changes = decode_record(place, record, now, digests, are_digests_known=True)
+    native_delta.scatter(
+        place.kind,
+        (now.ctypes.data, place.num_elements),
+        changes.positions.ctypes.data,
+        changes.values.ctypes.data,
+        changes.count,
+    )
+
+
+def _difference(place: Place, old: Bytes, new: Bytes) -> Changes:
+    width = place.kind.element_bytes
+    before, after = old.view(f"u{width}"), new.view(f"u{width}")
+    positions = np.flatnonzero(before != after).astype(np.uint32)
+    return Changes(place, positions, after[positions].view(np.uint8))

@@ -1,0 +1,128 @@
+"""Writing versions: payload files in a folder of one's own, then the manifest that makes them one."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from weightsync.checkpoints import INDEX_FILE, write_header
+from weightsync.codec import tensor_digest
+from weightsync.codec.spans import Digests
+from weightsync.faults import reach
+from weightsync.store.directory import Store
+from weightsync.store.durable import create_file, named_errors, sync_directory, write_durable
+from weightsync.store.version import FileEntry, TensorEntry, VersionManifest
+from weightsync.store.weights import Weight
+from weightsync.types import TensorMeta
+
+DEFAULT_FILE_BYTES: Final = 1 << 30
+
+
+class RecordWriter:
+    """Payload files of records, cut at tensors."""
+
+    def __init__(self, folder: Path, file_bytes: int) -> None:
+        self._folder = folder
+        self._file_bytes = file_bytes
+        self._pending: list[bytes] = []
+        self._pending_bytes = 0
+        self._files: list[FileEntry] = []
+        self.num_changed = 0
+
+    def add(self, meta: TensorMeta, records: Iterable[bytes], digests: Digests) -> TensorEntry:
+        """One tensor; ``digests`` are the new ones once its records were taken."""
+        start, num_bytes = self._pending_bytes, 0
+        for record in records:
+            self._pending.append(record)
+            num_bytes += len(record)
+            self.num_changed += int.from_bytes(record[20:24], "little")
+        digest = tensor_digest(digests)
+        if num_bytes == 0:
+            return TensorEntry(meta, digest)
+        entry = TensorEntry(meta, digest, len(self._files), start, num_bytes)
+        self._pending_bytes += num_bytes
+        if self._pending_bytes >= self._file_bytes:
+            self._flush()
+        return entry
+
+    def finish(self) -> tuple[FileEntry, ...]:
+        """All files, durable."""
+        if self._pending:
+            self._flush()
+        return tuple(self._files)
+
+    def _flush(self) -> None:
+        name = f"delta-{len(self._files):05}.wsd"
+        self._files.append(FileEntry(name, *write_durable(self._folder / name, self._pending)))
+        self._pending, self._pending_bytes = [], 0
+        reach("store.payload")
+
+
+@contextlib.contextmanager
+def payload_folder(store: Store, stem: str) -> Iterator[Path]:
+    """A payload folder with a name of its own; removed again if the block raises."""
+    folder = store.path / f"{stem}-{uuid.uuid4().hex[:12]}"
+    with named_errors("creating", folder):
+        folder.mkdir()
+    try:
+        yield folder
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def commit(store: Store, manifest: VersionManifest) -> None:
+    """Make a version visible whose payload is written. Raises :class:`BusyError` if its number is
+    taken."""
+    sync_directory(store.payload_path(manifest))
+    sync_directory(store.path)
+    path = store.path / manifest.file_name
+    create_file(path, manifest.to_bytes(), before=lambda: reach("store.manifest"))
+    reach("store.committed")
+
+
+def write_full(
+    folder: Path, weights: Sequence[Weight], file_bytes: int, extra: Mapping[str, bytes]
+) -> tuple[FileEntry, ...]:
+    """A Hugging Face directory of these tensors, durable."""
+    shards: list[list[Weight]] = [[]]
+    used = 0
+    for weight in weights:
+        if shards[-1] and used + weight.meta.num_bytes > file_bytes:
+            shards.append([])
+            used = 0
+        shards[-1].append(weight)
+        used += weight.meta.num_bytes
+    files: list[FileEntry] = []
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        name = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        weight_map |= {weight.meta.name: name for weight in shard}
+        files.append(FileEntry(name, *write_durable(folder / name, _shard_chunks(shard))))
+        reach("store.payload")
+    total = sum(weight.meta.num_bytes for weight in weights)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    for name, data in {**extra, INDEX_FILE: json.dumps(index, indent=2).encode()}.items():
+        files.append(FileEntry(name, *write_durable(folder / name, [data])))
+    return tuple(files)
+
+
+def _shard_chunks(shard: list[Weight]) -> Iterator[bytes | memoryview]:
+    class Sink:
+        """What the header is written to."""
+
+        data = b""
+
+        def write(self, data: bytes) -> None:
+            self.data += data
+
+    sink: Any = Sink()
+    write_header(sink, [(w.meta.name, w.meta.dtype, w.meta.shape) for w in shard])
+    yield sink.data
+    for weight in shard:
+        yield weight.data.data

@@ -1,0 +1,383 @@
+"""The trainer's end of a store: the same ``update`` and ``send``, with nobody at the other end.
+
+``send`` reads the weights: it compares them with the last version and codes what changed. Writing files,
+the commit and all upkeep (folds, anchors, collection) run on a thread of their own, behind the next
+training step. There is never more than one version under way: the next ``send`` waits for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from weightsync import config
+from weightsync.binding import Spot, spot_of
+from weightsync.codec.spans import Bytes
+from weightsync.collector import Collector
+from weightsync.device_tables import CPU, DeviceMemory, bytes_at, segment_copy, synchronize
+from weightsync.errors import ConfigError, DeadlineError, SessionError, WeightSyncError
+from weightsync.live_tensor import LiveTensor
+from weightsync.naming import Rule
+from weightsync.store import Publisher, Store, VersionManifest, collect, fold
+from weightsync.store.publish import Encoded
+from weightsync.store.weights import Weight, Weights
+from weightsync.tables import dense_strides, segment_rows, table
+from weightsync.tensors import LocalTensors
+from weightsync.types import Box, CastPolicy, Convert, TensorMeta, item_bytes
+
+_LOG = logging.getLogger(__name__)
+_BUCKET_BYTES = 1 << 40  # a generator is one part: all of it is coded at once
+
+
+@dataclass(frozen=True)
+class StoreOptions:
+    """Counts are versions, 0: never. Times are seconds.
+
+    ``fold_every`` and ``anchor_every``: one delta in place of so many, and the version in full beside
+    its delta. ``keep``: forget what neither the newest so many versions nor a reader's lease needs.
+    ``cast``: fp32 weights are stored as bf16, rounded to nearest even, or as they are.
+    ``commit_timeout_s``: how long the next ``send``, and ``close``, wait for the version under way.
+    """
+
+    fold_every: int = 8
+    anchor_every: int = 64
+    keep: int = 0
+    grace_s: float = 3600.0
+    cast: CastPolicy = CastPolicy.STRICT
+    commit_timeout_s: float = 600.0
+    num_threads: int = 0  # 0: $WEIGHTSYNC_NUM_THREADS, or the CPUs of this process
+    file_bytes: int = 1 << 30
+    extra_files: Mapping[str, bytes] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "cast", CastPolicy(self.cast))
+        for name in ("fold_every", "anchor_every", "keep", "num_threads"):
+            count = getattr(self, name)
+            if type(count) is not int or count < 0:
+                raise ConfigError(f"{name}={count!r}: it must be a count of at least 0")
+        if not self.commit_timeout_s > 0 or self.grace_s < 0 or self.file_bytes < 1:
+            raise ConfigError(f"limits and sizes must be positive: {self}")
+
+
+@dataclass(frozen=True)
+class PublishReport:
+    """One version. ``waited_s``: for the version before; ``encode_s``: while ``send`` kept the weights;
+    ``publish_s``: behind the next step, until it was visible."""
+
+    version: int
+    run_id: str
+    kind: str
+    root: str
+    payload_bytes: int
+    total_bytes: int
+    num_changed: int
+    waited_s: float
+    encode_s: float
+    publish_s: float
+    dropped: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def bits_per_changed_element(self) -> float | None:
+        """Of a delta with changes."""
+        return 8 * self.payload_bytes / self.num_changed if self.num_changed else None
+
+    def __str__(self) -> str:
+        bits = self.bits_per_changed_element
+        changed = "" if bits is None else f", {self.num_changed:,} changed at {bits:.2f} bits each"
+        return (
+            f"version {self.version}: {self.kind}, {self.payload_bytes:,} B of {self.total_bytes:,}"
+            f"{changed}; encoded in {self.encode_s:.3f} s, published in {self.publish_s:.3f} s"
+        )
+
+
+class StoreSender:
+    """Publishes what it is sent as versions of one run. A context manager; one thread at a time.
+
+    Memory: a copy of the weights on the host (their size as stored), and the coded changes of one
+    version. Weights on a device are copied to the host tensor by tensor, to be compared there.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        run_id: str,
+        options: StoreOptions | None = None,
+        rules: Sequence[Rule] | None = None,
+    ) -> None:
+        self.run_id = run_id
+        self.options = StoreOptions() if options is None else options
+        self.store = Store(os.fspath(directory), run_id)
+        self._threads = self.options.num_threads or config.num_threads()
+        self._publisher = Publisher(
+            self.store,
+            file_bytes=self.options.file_bytes,
+            extra_files=self.options.extra_files,
+            num_threads=self._threads,
+        )
+        self._collector = Collector(rules, self.options.cast, _BUCKET_BYTES)
+        self._worker = ThreadPoolExecutor(1, "weightsync-publish")
+        self._pending: Future[PublishReport] | None = None
+        self._upkeep: Future[None] | None = None
+        self._open: StoreUpdate | None = None
+        self._closed = False
+
+    def update(self, version: int) -> StoreUpdate:
+        """An update to ``version``, as a context manager; leaving it hands the version to the publisher.
+
+        An exception inside publishes nothing. What goes wrong behind the training step is raised by
+        the next update, :meth:`wait` or :meth:`close`; that version then does not exist.
+        """
+        if not isinstance(version, int) or isinstance(version, bool) or version < 0:
+            raise ConfigError(f"version {version!r} must be an integer >= 0")
+        if self._closed:
+            raise ConfigError("the sender is closed")
+        return StoreUpdate(self, version)
+
+    def wait(self, limit_s: float | None = None) -> PublishReport | None:
+        """Wait until the version under way is visible; its report, None if there is none.
+
+        Raises what its publishing raised, or :class:`DeadlineError`.
+        """
+        pending, limit_s = self._pending, limit_s or self.options.commit_timeout_s
+        if pending is None:
+            return None
+        try:
+            report = pending.result(timeout=limit_s)
+        except FutureTimeout:
+            if pending.done():
+                raise
+            raise DeadlineError(str(self.store.path), "publish", limit_s, limit_s) from None
+        except BaseException:
+            self._pending = None  # raised once
+            raise
+        self._pending = None
+        return report
+
+    def wait_for_upkeep(self, limit_s: float = 600.0) -> None:
+        """Wait until folds, anchors and collection of what was published are done."""
+        if self._upkeep is not None:
+            self._upkeep.result(timeout=limit_s)
+
+    def close(self) -> None:
+        """Wait for what is under way and release everything. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self.wait()
+        finally:
+            self._worker.shutdown(wait=False)
+            self._collector.forget()
+
+    def __enter__(self) -> StoreSender:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- behind the training step -------------------------------------------------------------------
+
+    def _publish_later(self, encoded: Encoded, make: Callable[..., PublishReport]) -> None:
+        def publish() -> PublishReport:
+            start_s = time.perf_counter()
+            manifest = self._publisher.commit(encoded)
+            return make(manifest, time.perf_counter() - start_s)
+
+        self._pending = self._worker.submit(publish)
+        self._upkeep = self._worker.submit(self._keep_up, encoded.version)
+
+    def _keep_up(self, version: int) -> None:
+        """A failure here costs nobody a version: it is logged, and tried again the next time."""
+        options = self.options
+        steps: list[Callable[[], object]] = []
+        if self._is_due(version, options.fold_every):
+            steps.append(lambda: self._fold(version))
+        if self._is_due(version, options.anchor_every):
+            steps.append(self._anchor)
+        if options.keep:
+            steps.append(lambda: collect(self.store, keep=options.keep, grace_s=options.grace_s))
+        for step in steps:
+            try:
+                step()
+            except (WeightSyncError, OSError) as error:
+                _LOG.warning("upkeep of %s at version %d: %s", self.store.path, version, error)
+
+    def _is_due(self, version: int, every: int) -> bool:
+        if not every or self.store.latest() != version:
+            return False
+        return len(self.store.versions()) % every == 0
+
+    def _fold(self, version: int) -> None:
+        """One delta in place of the last ``fold_every``, if those are deltas."""
+        versions = self.store.versions()
+        base = versions[max(len(versions) - 1 - self.options.fold_every, 0)]
+        chain = self.store.route(self.store.manifest(base).target, version)
+        if len(chain) > 1 and not any(manifest.is_full for manifest in chain):
+            fold(self.store, base, version)
+
+    def _anchor(self) -> None:
+        latest = self.store.latest()
+        if latest is not None and not self.store.manifest(latest).is_full:
+            self._publisher.anchor()
+
+
+class StoreUpdate:
+    """One version being sent. ``report`` waits until it is visible."""
+
+    def __init__(self, sender: StoreSender, version: int) -> None:
+        self._sender, self.version = sender, version
+        self._encoded: Encoded | None = None
+        self._future: Future[PublishReport] | None = None
+        self._dropped: dict[str, str] = {}
+        self._waited_s = self._encode_s = 0.0
+        self._total_bytes = 0
+
+    def __enter__(self) -> StoreUpdate:
+        if self._sender._open is not None:
+            raise SessionError(
+                f"an update to version {self._sender._open.version} is open; leave it first"
+            )
+        start_s = time.perf_counter()
+        self._sender.wait()
+        self._waited_s = time.perf_counter() - start_s
+        self._sender._open = self
+        return self
+
+    def send(self, source: Any) -> None:
+        """Everything of the model, in one call: a module, a mapping, a list, or a generator of (name,
+        tensor). Returns when the weights may change. What a generator yields is copied first."""
+        if self._sender._open is not self:
+            raise SessionError("send is only possible inside `with sender.update(...)`")
+        if self._encoded is not None:
+            raise SessionError("a version of a store is sent in one call")
+        start_s = time.perf_counter()
+        weights: Weights = {}
+        options = self._sender.options
+        for tensors, dropped in self._sender._collector.collect(source):
+            self._dropped.update(dropped)
+            weights |= host_weights(tensors, options.cast, self._sender._threads)
+        self._total_bytes = sum(w.meta.num_bytes for w in weights.values())
+        self._encoded = self._sender._publisher.encode(self.version, weights)
+        self._encode_s = time.perf_counter() - start_s
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._sender._open = None
+        if kind is not None:
+            return
+        if self._encoded is None:
+            raise SessionError(f"nothing was sent for version {self.version}")
+        self._sender._publish_later(self._encoded, self._report)
+        self._future, self._encoded = self._sender._pending, None
+
+    @property
+    def report(self) -> PublishReport | None:
+        """Waits until the version is visible; None if it was given up. Raises as
+        :meth:`StoreSender.wait`."""
+        if self._future is None:
+            return None
+        return self._future.result(timeout=self._sender.options.commit_timeout_s)
+
+    @property
+    def is_published(self) -> bool:
+        """Whether it is visible; never waits."""
+        future = self._future
+        return future is not None and future.done() and future.exception() is None
+
+    def _report(self, manifest: VersionManifest, publish_s: float) -> PublishReport:
+        return PublishReport(
+            version=self.version,
+            run_id=self._sender.run_id,
+            kind=manifest.kind.value,
+            root=manifest.target.root,
+            payload_bytes=manifest.num_bytes,
+            total_bytes=self._total_bytes,
+            num_changed=manifest.num_changed,
+            waited_s=self._waited_s,
+            encode_s=self._encode_s,
+            publish_s=publish_s,
+            dropped=self._dropped,
+        )
+
+
+def store_sender(
+    places: Sequence[Any],
+    run_id: str | None,
+    rules: Sequence[Rule] | None,
+    rank: int,
+    world_size: int,
+    options: Mapping[str, Any],
+) -> StoreSender:
+    """What ``Sender.connect(transport="disk-delta")`` gives. Raises :class:`ConfigError`."""
+    if len(places) != 1 or not isinstance(places[0], str | os.PathLike):
+        raise ConfigError(
+            f"transport 'disk-delta' publishes to one store: give its directory, got {places!r:.200}"
+        )
+    if world_size != 1 or rank != 0:
+        raise ConfigError(
+            "transport 'disk-delta' publishes from one process: gather on rank 0, and send there"
+        )
+    known = StoreOptions.__dataclass_fields__
+    if unknown := sorted(options.keys() - set(known)):
+        raise ConfigError(f"unknown options {unknown}; known for a store: {', '.join(known)}")
+    found = run_id if run_id is not None else f"{os.uname().nodename}-{secrets.token_hex(6)}"
+    return StoreSender(places[0], found, StoreOptions(**options), rules)
+
+
+# --- tensors of a trainer, dense on the host ---------------------------------------------------------
+
+
+def host_weights(tensors: LocalTensors, cast: CastPolicy, num_threads: int) -> Weights:
+    """Each tensor in the form that is stored: where it lies if it is dense in host memory and keeps its
+    dtype, else a copy. Raises :class:`ConfigError` for a part of a tensor."""
+    by_region = {a.region: a.ptr for a in tensors.addresses}
+    devices = {a.region: a.device for a in tensors.addresses}
+    found: Weights = {}
+    for device in set(devices.values()):
+        synchronize(device)
+    for entry in tensors.layout.tensors:
+        meta = entry.wire_forms[-1]  # the cast one, where there is one
+        if len(entry.placed) != 1 or entry.placed[0].box != Box.whole(entry.shape):
+            raise ConfigError(f"{entry.name!r} is cut over ranks; gather it before it is sent")
+        (placed,) = entry.placed
+        spot = replace(spot_of(placed, by_region), dtype=placed.dtype)
+        data = _dense(meta, spot, devices[placed.region], num_threads)
+        found[entry.name] = Weight(meta, data, tensors)
+    return found
+
+
+def _dense(meta: TensorMeta, spot: Spot, device: str, num_threads: int) -> Bytes:
+    """The wire form of one tensor in host memory, uint8 [meta.num_bytes]."""
+    live = LiveTensor(meta, [spot])
+    if spot.dtype == meta.dtype and live.is_dense and device == CPU:
+        return live.bytes()
+    if spot.dtype == meta.dtype and live.is_dense:
+        return bytes_at(spot.ptr, meta.num_bytes, device)
+    convert = Convert.NONE if spot.dtype == meta.dtype else Convert.FP32_TO_BF16
+    data: Bytes = np.empty(meta.num_bytes, dtype=np.uint8)
+    memory = DeviceMemory(meta.num_bytes, device) if device != CPU and data.size else None
+    item = item_bytes(meta.dtype)
+    rows = segment_rows(
+        meta.shape,
+        source=(spot.ptr, spot.strides_bytes, item_bytes(spot.dtype)),
+        target=(
+            data.ctypes.data if memory is None else memory.ptr, dense_strides(meta.shape, item), item
+        ),
+        convert=convert,
+    )  # fmt: skip
+    segment_copy(table(rows, 13), device if memory is not None else CPU).run(num_threads)
+    if memory is not None:
+        data = bytes_at(memory.ptr, meta.num_bytes, device)
+        memory.close()
+    return data
+
+
+__all__ = ["PublishReport", "StoreOptions", "StoreSender", "StoreUpdate", "store_sender"]
