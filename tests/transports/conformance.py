@@ -127,7 +127,7 @@ class ConnectContract(TransportContract):
         assert threading.active_count() == threads
 
     def _one_life(self, transport: Transport) -> None:
-        pair = connect(transport, self.alloc, self.device)
+        pair = connect(transport, self.alloc, self.device, self.source_device)
         with pair.source, pair.target:
             source, target = pair.ring(2, 4096)
             slot = source.acquire(deadline())

@@ -38,9 +38,9 @@ from weightsync.transports.ring import ring_bytes
 ANSWER_KINDS: Final = ("group_ok", "group_error")
 _GROUP_FIELDS: Final = {
     "kind": str, "number": int, "rank": int, "size": int, "num_slots": int, "slot_bytes": int,
-    "rendezvous": dict, "proof": str, "limit_s": float,
+    "gpu": str, "rendezvous": dict, "proof": str, "limit_s": float,
 }  # fmt: skip
-_BACKEND_FIELDS: Final = {"device": str, "gpu": str, "library": str, "settings": dict}
+_BACKEND_FIELDS: Final = {"device": str, "library": str, "settings": dict}
 _OK_FIELDS: Final = {"kind": str, "number": int}
 _ERROR_FIELDS: Final = {"kind": str, "number": int, "reason": str}
 _PROOF_BYTES: Final = 32
@@ -52,14 +52,12 @@ class Backend:
     """What moves the bytes of one process, as far as its peers must know."""
 
     device: str  # "cpu" or "cuda"
-    gpu: str  # UUID, hexadecimal; empty on the host
     library: str
     settings: Mapping[str, str]
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "device": self.device, "gpu": self.gpu, "library": self.library,
-            "settings": dict(self.settings),
+            "device": self.device, "library": self.library, "settings": dict(self.settings),
         }  # fmt: skip
 
     def check_peer(self, value: Any) -> None:
@@ -70,11 +68,6 @@ class Backend:
             raise UnavailableError(
                 f"broadcast: the trainer's tensors lie on {theirs.device}, the engine's on "
                 f"{self.device}; hold both on the host, or both on GPUs"
-            )
-        if theirs.gpu and theirs.gpu == self.gpu:
-            raise UnavailableError(
-                f"broadcast: trainer and engine share one GPU (UUID {self.gpu}), and NCCL refuses two "
-                "ranks on one: use transport='ipc' there"
             )
         if theirs.library != self.library:
             raise UnavailableError(
@@ -96,11 +89,15 @@ def backend_of(device: str) -> Backend:
 
     if device == CPU:
         collective_gloo.require_gloo()
-        return Backend("cpu", "", "gloo", {})
-    index = cuda_index(device)
+        return Backend("cpu", "gloo", {})
+    cuda_index(device)
     found = nccl_binding.version_text(nccl_binding.version())
-    uuid = native.extension.cuda_device_uuid(index).hex()
-    return Backend("cuda", uuid, f"NCCL {found}", nccl_binding.settings())
+    return Backend("cuda", f"NCCL {found}", nccl_binding.settings())
+
+
+def _gpu(device: str) -> str:
+    """The UUID of a device of this process, hexadecimal; empty for the host."""
+    return "" if device == CPU else native.extension.cuda_device_uuid(cuda_index(device)).hex()
 
 
 def no_nccl() -> str | None:
@@ -147,7 +144,7 @@ def make_group(
         frame = {
             "kind": GROUP_KIND, "number": number, "rank": member.rank, "size": size,
             "num_slots": options.num_slots, "slot_bytes": options.slot_bytes,
-            "rendezvous": rendezvous, "proof": proof.hex(), "limit_s": limit_s,
+            "gpu": _gpu(options.device), "rendezvous": rendezvous, "proof": proof.hex(), "limit_s": limit_s,
         }  # fmt: skip
         member.inbox.link.send(frame, deadline=deadline)
     reach("group.invited")
@@ -248,6 +245,11 @@ def _join(
     seat = Seat(fields["rank"], fields["size"])
     if not 0 < seat.rank < seat.size:
         raise ProtocolError(f"frame 'group': rank {seat.rank} of {seat.size}")
+    if fields["gpu"] and fields["gpu"] == _gpu(device):
+        raise UnavailableError(
+            f"the trainer's tensors and the engine's lie on one GPU (UUID {fields['gpu']}), and NCCL "
+            "refuses two ranks on one: use transport='ipc' there"
+        )
     try:
         num_bytes = ring_bytes(options)
     except ConfigError as error:
