@@ -51,6 +51,7 @@ std::uint64_t cuda_malloc(std::uint64_t, int device) { fail("cuda_malloc", devic
 void cuda_free(std::uint64_t, int device) { fail("cuda_free", device); }
 std::uint64_t cuda_free_bytes(int device) { fail("cuda_free_bytes", device); }
 int cuda_current_device() { fail("cuda_current_device", 0); }
+void cuda_use_device(int device) { fail("cuda_use_device", device); }
 int cuda_num_devices() { return 0; }
 CudaDeviceInfo cuda_device_info(int device) { fail("cuda_device_info", device); }
 std::string cuda_driver_version() { return {}; }
@@ -77,6 +78,7 @@ void cuda_record_event(std::uint64_t, std::uint64_t, int device) {
     fail("cuda_record_event", device);
 }
 double cuda_elapsed_s(std::uint64_t, std::uint64_t, int device) { fail("cuda_elapsed_s", device); }
+bool cuda_event_passed(std::uint64_t, int device) { fail("cuda_event_passed", device); }
 void cuda_synchronize(int device) { fail("cuda_synchronize", device); }
 void cuda_copy(std::uint64_t, std::uint64_t, std::uint64_t, int device) {
     fail("cuda_copy", device);

@@ -84,8 +84,9 @@ class RankCalls:
         transport = get_transport(request.transport)
         endpoint = transport.open_target(request.descriptor, deadline, self._work.device)
         try:
-            direct = endpoint.probe_direct(deadline)
-            stream = transport.capabilities().contracts.get(Contract.STREAM)
+            contracts = dict(transport.capabilities().contracts)
+            if Contract.DIRECT in contracts:
+                contracts[Contract.DIRECT] = endpoint.probe_direct(deadline)
         except BaseException:
             endpoint.close()
             raise
@@ -93,10 +94,7 @@ class RankCalls:
         if self._is_closed():  # meanwhile: nobody else would let go of it
             self._work.drop_endpoints()
         return {
-            "contracts": {
-                Contract.DIRECT.value: _availability(direct),
-                Contract.STREAM.value: _availability(stream or Availability(False)),
-            },
+            "contracts": {c.value: _availability(found) for c, found in contracts.items()},
             "path": endpoint.path,
         }
 

@@ -252,6 +252,7 @@ class Capabilities:
     reads_cuda: bool = False  # a direct read also reaches memory of a CUDA device
     streams_cuda: bool = False  # a ring may lie in memory of a CUDA device
     cuda_converts: bool = False  # like direct_converts, between CUDA devices
+    streams_to_many: bool = False  # one ring may serve several targets, each slot sent once
     #: ``costs`` between CUDA devices, where they are known.
     cuda_costs: Mapping[Contract, CostConstants] = field(default_factory=dict)
 

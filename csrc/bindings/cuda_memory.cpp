@@ -18,6 +18,7 @@ void bind_cuda_memory(py::module_& module) {
     module.def("cuda_free", &cuda_free, py::arg("ptr"), py::arg("device"), released());
     module.def("cuda_free_bytes", &cuda_free_bytes, py::arg("device"), released());
     module.def("cuda_current_device", &cuda_current_device);
+    module.def("cuda_use_device", &cuda_use_device, py::arg("device"), released());
     module.def("cuda_num_devices", &cuda_num_devices);
     module.def("cuda_driver_version", &cuda_driver_version);
     module.def(
@@ -68,6 +69,8 @@ void bind_cuda_memory(py::module_& module) {
                py::arg("device"), released());
     module.def("cuda_elapsed_s", &cuda_elapsed_s, py::arg("start"), py::arg("stop"),
                py::arg("device"), released());
+    module.def("cuda_event_passed", &cuda_event_passed, py::arg("event"), py::arg("device"),
+               released());
     module.def("cuda_synchronize", &cuda_synchronize, py::arg("device"), released());
     module.def("cuda_copy", &cuda_copy, py::arg("target_ptr"), py::arg("source_ptr"),
                py::arg("num_bytes"), py::arg("device"), released());

@@ -56,6 +56,10 @@ int cuda_current_device() {
     return device;
 }
 
+void cuda_use_device(int device) {
+    check(cudaSetDevice(checked_device(device)), "cudaSetDevice", device);
+}
+
 int cuda_num_devices() {
     int num_devices = 0;
     if (cudaGetDeviceCount(&num_devices) != cudaSuccess) {
@@ -186,6 +190,14 @@ double cuda_elapsed_s(std::uint64_t start, std::uint64_t stop, int device) {
     check(cudaEventElapsedTime(&spent_ms, as_event(start), as_event(stop)), "cudaEventElapsedTime",
           device);
     return spent_ms * 1e-3;
+}
+
+bool cuda_event_passed(std::uint64_t event, int device) {
+    const DeviceScope scope(checked_device(device));
+    const cudaError_t found = cudaEventQuery(as_event(event));
+    if (found == cudaErrorNotReady) return false;
+    check(found, "cudaEventQuery", device);
+    return true;
 }
 
 void cuda_synchronize(int device) {

@@ -62,14 +62,15 @@ class Pair:
     target: TargetEndpoint
     pool: ThreadPoolExecutor
     alloc: Callable[[int], Bytes]
-    device: str = "cpu"
+    device: str = "cpu"  # the target's
+    source_device: str = "cpu"
     kept: list[Any] = field(default_factory=list)
 
     def start(self, work: Callable[[], T]) -> Future[T]:
         return self.pool.submit(work)
 
     def ring(self, num_slots: int, slot_bytes: int) -> tuple[StreamSource, StreamTarget]:
-        options = RingOptions(num_slots, slot_bytes, self.device)
+        options = RingOptions(num_slots, slot_bytes, self.source_device)
         other = self.start(lambda: self.target.stream(deadline(), self.device))
         return self.source.stream(options, deadline()), other.result(LIMIT_S)
 
@@ -92,15 +93,21 @@ class Pair:
         direct.read(direct.prepare(table(*rows)), deadline())
 
 
-def connect(transport: Transport, alloc: Callable[[int], Bytes], device: str = "cpu") -> Pair:
+def connect(
+    transport: Transport,
+    alloc: Callable[[int], Bytes],
+    device: str = "cpu",
+    source_device: str | None = None,
+) -> Pair:
     """A connected pair, both ends here."""
     pool = ThreadPoolExecutor(4)
-    source = transport.open_source(device)
+    source_device = source_device or device
+    source = transport.open_source(source_device)
     accepted = pool.submit(source.accept, deadline(stage="accept"))
     descriptor = json.loads(json.dumps(source.descriptor()))
     target = transport.open_target(descriptor, deadline(stage="attach"), device)
     accepted.result(LIMIT_S)
-    return Pair(source, target, pool, alloc, device)
+    return Pair(source, target, pool, alloc, device, source_device)
 
 
 @dataclass(frozen=True)
@@ -130,6 +137,7 @@ class TransportContract:
     """Connecting, and what both contracts share."""
 
     device = "cpu"
+    source_device: str | None = None  # where it is another one
 
     def make_transport(self) -> Transport:
         raise NotImplementedError
@@ -152,7 +160,7 @@ class TransportContract:
 
     @pytest.fixture
     def pair(self, transport: Transport) -> Iterator[Pair]:
-        pair = connect(transport, self.alloc, self.device)
+        pair = connect(transport, self.alloc, self.device, self.source_device)
         try:
             yield pair
         finally:

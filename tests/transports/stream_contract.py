@@ -132,10 +132,10 @@ class StreamContract(TransportContract):
 
     def test_same_ring_is_handed_out_again(self, pair: Pair) -> None:
         source, target = pair.ring(2, 100)
-        assert pair.source.stream(RingOptions(2, 100, pair.device), deadline()) is source
+        assert pair.source.stream(RingOptions(2, 100, pair.source_device), deadline()) is source
         assert pair.target.stream(deadline(), pair.device) is target
         with pytest.raises(ConfigError, match="3"):
-            pair.source.stream(RingOptions(3, 100, pair.device), deadline())
+            pair.source.stream(RingOptions(3, 100, pair.source_device), deadline())
 
     @pytest.mark.parametrize("options", [RingOptions(0, 8), RingOptions(1, 0)])
     def test_no_ring_without_bytes(self, pair: Pair, options: RingOptions) -> None:

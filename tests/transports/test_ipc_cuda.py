@@ -537,10 +537,14 @@ def test_another_gpu_or_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         UnavailableError, match=f"UUID {'cd' * 16}, the engine's on cuda:1 with UUID"
     ):
-        path.map_device(foreign, {0: (10_000, 1)}, LOCAL, 1)
+        CudaPath(is_own_process=True).map_device(foreign, {0: (10_000, 1)}, LOCAL, 1)
     with pytest.raises(UnavailableError, match="the engine's on the host"):
         path.map_device(allocations(1), {0: (10_000, 1)}, [RegionAddress(0, 64, 64)], 1)
     assert not cuda.mapped
+    path.map_device(foreign, {0: (10_000, 1)}, LOCAL, 1)
+    assert (len(cuda.mapped), path.name) == (1, "cuda ipc, between GPUs")
+    path.map_device(allocations(1), {0: (10_000, 1)}, LOCAL, 2)
+    assert path.name == "cuda ipc"
 
 
 @pytest.mark.parametrize(

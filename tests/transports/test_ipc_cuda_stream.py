@@ -83,11 +83,15 @@ def test_a_ring_that_cannot_be(cuda: FakeCuda, changes: dict[str, Any], message:
 
 
 def test_another_gpu_or_the_host(cuda: FakeCuda) -> None:
-    with pytest.raises(UnavailableError, match=r"UUID cdcd.*within one GPU only"):
-        open_ring({**FRAME, "uuid": "cd" * 16}, "cuda:1", is_own_process=False)
+    other = {**FRAME, "uuid": "cd" * 16}
+    with pytest.raises(UnavailableError, match=r"UUID cdcd.*needs two processes"):
+        open_ring(other, "cuda:1", is_own_process=True)
     with pytest.raises(UnavailableError, match="the engine's tensors lie on the host"):
         open_ring(FRAME, "cpu", is_own_process=False)
     assert not cuda.mapped
+    memory, _ = open_ring(other, "cuda:1", is_own_process=False)
+    assert len(cuda.mapped) == 1
+    memory.close()
 
 
 def test_the_own_process_is_not_mapped(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:

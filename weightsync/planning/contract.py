@@ -42,7 +42,7 @@ def on_devices(source: Layout, target: Layout, have: Capabilities) -> Capabiliti
             f"the trainer's tensors lie on {theirs}, the engine's on {ours}: both must lie on the "
             "host, or both on one CUDA device"
         )
-    if not have.reads_cuda:
+    if not have.reads_cuda and not have.streams_cuda:
         raise UnavailableError(
             f"transport {have.name!r} moves host memory only, and the trainer's tensors lie on "
             f"{theirs}; between two processes of one CUDA device use transport='ipc', else 'p2p'"
@@ -52,9 +52,12 @@ def on_devices(source: Layout, target: Layout, have: Capabilities) -> Capabiliti
         stream = Availability(
             False, "a stream moves host memory only; send CUDA tensors as a module, mapping or list"
         )
+    contracts = {Contract.STREAM: stream}
+    if have.reads_cuda:
+        contracts[Contract.DIRECT] = Availability(True)
     return replace(
         have,
-        contracts={Contract.DIRECT: Availability(True), Contract.STREAM: stream},
+        contracts=contracts,
         costs={**have.costs, **have.cuda_costs},
         direct_converts=have.direct_converts or have.cuda_converts,
     )

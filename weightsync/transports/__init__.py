@@ -14,6 +14,7 @@ if TYPE_CHECKING:  # the names alone cost nothing: the command line lists them
 #: name -> (module, class)
 _REGISTRY = MappingProxyType(
     {
+        "broadcast": ("weightsync.transports.broadcast", "BroadcastTransport"),
         "disk-delta": ("weightsync.transports.disk_delta", "DiskDeltaTransport"),
         "ipc": ("weightsync.transports.ipc", "IpcTransport"),
         "loopback": ("weightsync.transports.loopback", "LoopbackTransport"),

@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsync.deadline import Deadline
-from weightsync.errors import ProtocolError, UnavailableError
+from weightsync.errors import ConfigError, ProtocolError, UnavailableError
 from weightsync.tables import DigestRows
 from weightsync.types import Availability, Capabilities, CostConstants, RegionAddress
 
@@ -41,6 +41,7 @@ __all__ = [
     "DirectSource",
     "DirectTarget",
     "Endpoint",
+    "GroupSource",
     "PreparedRead",
     "RingOptions",
     "Slot",
@@ -138,6 +139,29 @@ class StreamSource(ABC):
     @abstractmethod
     def flush(self, deadline: Deadline) -> None:
         """Wait until the target has released every submitted slot."""
+
+
+class GroupSource(ABC):
+    """The filling end of a ring that several targets empty: each slot is sent once to all of them.
+
+    The targets share fate: an error that one of them causes ends the move of all.
+    """
+
+    @abstractmethod
+    def begin_move(self, session_ids: Sequence[str], deadline: Deadline) -> None:
+        """As of a :class:`StreamSource`; a session for each target, in the order of the ends."""
+
+    @abstractmethod
+    def acquire(self, deadline: Deadline) -> Slot:
+        """Wait for a slot that every target has released."""
+
+    @abstractmethod
+    def submit(self, slot: Slot, headers: Sequence[SlotHeader]) -> None:
+        """Hand a filled slot to all targets, with a header for each. Does not wait."""
+
+    @abstractmethod
+    def flush(self, deadline: Deadline) -> None:
+        """Wait until every target has released every submitted slot."""
 
 
 class StreamTarget(ABC):
@@ -342,3 +366,13 @@ class Transport(ABC):
     def open_store_target(self, location: str, run_id: str | None = None) -> StoreTarget:
         """Read a store; None: the run that was published to last."""
         raise UnavailableError(f"{self.name} moves bytes between live peers; it keeps no versions")
+
+    def open_group(
+        self, ends: Sequence[SourceEndpoint], options: RingOptions, deadline: Deadline
+    ) -> GroupSource:
+        """One ring for several accepted ends of this process, where ``Capabilities.streams_to_many``.
+
+        Made on the first call for these ends; it replaces whatever ring they had, which must be idle.
+        Their targets notice by themselves.
+        """
+        raise ConfigError(f"transport {self.name!r} has no streams to several targets")

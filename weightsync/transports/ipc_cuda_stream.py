@@ -60,8 +60,8 @@ def open_ring(
 ) -> tuple[Memory, RingOptions]:
     """The engine's view of the trainer's ring.
 
-    Raises :class:`ProtocolError` for a frame that cannot be, :class:`UnavailableError` where the
-    ring lies on another GPU than ``device``.
+    A ring on another GPU is mapped into ``device``. Raises :class:`ProtocolError` for a frame that
+    cannot be, :class:`UnavailableError` where it cannot be mapped.
     """
     fields = check_fields(message, _RING_FIELDS, "frame 'cuda_ring'")
     if device == CPU:
@@ -70,10 +70,10 @@ def open_ring(
             "both on one device"
         )
     index = cuda_index(device)
-    if (own := uuid_of(index)) != fields["uuid"]:
+    if is_own_process and (own := uuid_of(index)) != fields["uuid"]:
         raise UnavailableError(
             f"ipc: the trainer's ring lies on the GPU with UUID {fields['uuid']}, the engine's "
-            f"tensors on {device} with UUID {own}; ipc moves within one GPU only"
+            f"tensors on {device} with UUID {own}; between two GPUs ipc needs two processes"
         )
     options = RingOptions(fields["num_slots"], fields["slot_bytes"], device)
     num_bytes = ring_bytes(options)

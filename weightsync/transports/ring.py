@@ -23,8 +23,8 @@ RING_SOURCE_KINDS = ("release", "reset_ok")
 RING_TARGET_KINDS = ("slot", "reset")
 
 _SLOT_FIELDS = {"kind": str, "generation": int, "index": int, "header": dict}
-_RELEASE_FIELDS = {"kind": str, "generation": int, "index": int}
-_RESET_FIELDS = {"kind": str, "generation": int}
+RELEASE_FIELDS = {"kind": str, "generation": int, "index": int}
+RESET_FIELDS = {"kind": str, "generation": int}
 _MAX_RING_BYTES = 2**46
 
 
@@ -145,13 +145,13 @@ class RingSource(StreamSource):
     def _on_frame(self, message: dict[str, Any]) -> bool:
         """True when it says that the target dropped everything of older generations."""
         if message["kind"] == "reset_ok":
-            check_fields(message, _RESET_FIELDS, "frame 'reset_ok'")
+            check_fields(message, RESET_FIELDS, "frame 'reset_ok'")
             if message["generation"] != self._generation:
                 return False  # of a begin_move that was given up
             self._free.extend(sorted(self._submitted))
             self._submitted.clear()
             return True
-        check_fields(message, _RELEASE_FIELDS, "frame 'release'")
+        check_fields(message, RELEASE_FIELDS, "frame 'release'")
         index = message["index"]
         if message["generation"] == self._generation:
             if index not in self._submitted:
@@ -181,11 +181,22 @@ class RingTarget(StreamTarget):
         deadline.check()
         while True:
             message, _ = self._inbox.take(RING_TARGET_KINDS, deadline)
-            if message["kind"] == "reset":
-                self._on_reset(message)
-            elif (received := self._on_slot(message)) is not None:
+            if (received := self.on_frame(message)) is not None:
                 reach("stream.received")
                 return received
+
+    def on_frame(self, message: dict[str, Any]) -> tuple[SlotHeader, Slot] | None:
+        """A slot for the caller, if the frame brings one."""
+        if message["kind"] == "reset":
+            self._on_reset(message)
+            return None
+        return self._on_slot(message)
+
+    def change_memory(self, memory: Memory, options: RingOptions) -> None:
+        """Another ring, as the source made it: nothing of the former one is held or expected."""
+        self._drop_held()
+        self._slots = _Slots(memory, options)
+        self._generation = 0
 
     def release(self, slot: Slot) -> None:
         reach("stream.release")
@@ -201,7 +212,7 @@ class RingTarget(StreamTarget):
         self._inbox.link.send(frame)
 
     def _on_reset(self, message: dict[str, Any]) -> None:
-        check_fields(message, _RESET_FIELDS, "frame 'reset'")
+        check_fields(message, RESET_FIELDS, "frame 'reset'")
         if message["generation"] <= self._generation:
             raise ProtocolError(
                 f"reset to generation {message['generation']} after {self._generation}"

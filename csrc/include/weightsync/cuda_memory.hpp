@@ -39,6 +39,8 @@ std::uint64_t cuda_free_bytes(int device);
 
 // The device that is current for this thread, as frameworks set it.
 int cuda_current_device();
+// Makes it the current device of this thread; for threads of our own.
+void cuda_use_device(int device);
 // A device as people know it; asking makes no context.
 struct CudaDeviceInfo {
     std::string name;
@@ -82,6 +84,8 @@ std::uint64_t cuda_create_event(int device);
 void cuda_destroy_event(std::uint64_t event, int device);
 void cuda_record_event(std::uint64_t event, std::uint64_t stream, int device);
 double cuda_elapsed_s(std::uint64_t start, std::uint64_t stop, int device);
+// Whether everything before a mark is done; never waits.
+bool cuda_event_passed(std::uint64_t event, int device);
 // Waits for all work of this process on the device.
 void cuda_synchronize(int device);
 

@@ -1,0 +1,15 @@
+"""``broadcast`` keeps the contract over gloo, between two ends and more."""
+
+from __future__ import annotations
+
+from transports.conformance import ConnectContract, StreamContract
+from transports.process_contract import StreamProcessContract
+from weightsync.transports.base import Transport
+from weightsync.transports.broadcast import BroadcastTransport
+
+
+class TestPair(ConnectContract, StreamContract, StreamProcessContract):
+    factory = "weightsync.transports.broadcast:BroadcastTransport"
+
+    def make_transport(self) -> Transport:
+        return BroadcastTransport()

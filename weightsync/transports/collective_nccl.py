@@ -1,0 +1,122 @@
+"""An NCCL group of its own, for memory of CUDA devices."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from typing import Final
+
+from weightsync import native
+from weightsync.deadline import Deadline
+from weightsync.device_tables import cuda_errors, cuda_index, stream_of
+from weightsync.errors import TransportError
+from weightsync.transports import nccl_binding
+from weightsync.transports.collective import Check, Collective, Pending, Seat, run_aside
+
+#: A lane for each group would let two of them wait for each other on one device.
+_LANE: Final = 7
+_POLL_S: Final = 20e-6
+_STATE_EVERY_S: Final = 0.01
+_MAX_EVENTS: Final = 64
+
+
+class _NcclPending(Pending):
+    def __init__(self, group: NcclCollective, event: int) -> None:
+        self._group, self._event = group, event
+        self._lock = threading.Lock()  # an end that is closed waits beside the caller
+
+    def wait(self, limit_s: float) -> bool:
+        event = self._event
+        if not event:
+            return True
+        start_s = time.monotonic()
+        looked_s = start_s
+        while not self._group.has_passed(event):
+            now_s = time.monotonic()
+            if now_s - looked_s > _STATE_EVERY_S:
+                self._group.check()
+                looked_s = now_s
+            if now_s - start_s >= limit_s:
+                return False
+            time.sleep(_POLL_S)
+        self._group.check()  # an aborted kernel ends, too
+        with self._lock:
+            event, self._event = self._event, 0
+        if event:
+            self._group.give_back(event)
+        return True
+
+
+class NcclCollective(Collective):
+    """See the module. Work runs on one stream of our own."""
+
+    def __init__(self, communicator: nccl_binding.Communicator, device: str) -> None:
+        self.name = f"NCCL {nccl_binding.version_text(nccl_binding.version())}"
+        self._communicator = communicator
+        self._index = cuda_index(device)
+        self._stream = stream_of(self._index, _LANE)
+        self._events: list[int] = []
+        self._num_events = 0
+        self._lock = threading.Lock()
+        weakref.finalize(self, communicator.abort).atexit = False
+
+    def broadcast(self, ptr: int, num_bytes: int) -> Pending:
+        with self._lock, cuda_errors("NCCL"):
+            event = self._events.pop() if self._events else self._new_event()
+        self._communicator.broadcast(ptr, num_bytes, self._stream)
+        with cuda_errors("NCCL"):
+            native.extension.cuda_record_event(event, self._stream, self._index)
+        return _NcclPending(self, event)
+
+    def _new_event(self) -> int:
+        if self._num_events >= _MAX_EVENTS:
+            raise TransportError(f"NCCL: more than {_MAX_EVENTS} broadcasts under way")
+        self._num_events += 1
+        return int(native.extension.cuda_create_event(self._index))
+
+    def has_passed(self, event: int) -> bool:
+        with cuda_errors("NCCL"):
+            return bool(native.extension.cuda_event_passed(event, self._index))
+
+    def give_back(self, event: int) -> None:
+        with self._lock:
+            self._events.append(event)
+
+    def check(self) -> None:
+        """Raises :class:`TransportError` if the group is broken."""
+        self._communicator.check()
+
+    def abort(self) -> None:
+        self._communicator.abort()
+        with self._lock:
+            events, self._events = self._events, []
+            self._num_events -= len(events)
+        with cuda_errors("NCCL"):
+            for event in events:
+                native.extension.cuda_destroy_event(event, self._index)
+
+
+def make_nccl(
+    seat: Seat, name: bytes, device: str, deadline: Deadline, check: Check
+) -> NcclCollective:
+    """Join the group; returns when all members have.
+
+    Raises :class:`DeadlineError`, :class:`TransportError`, or what ``check`` raises.
+    """
+    index = cuda_index(device)
+
+    def begin() -> nccl_binding.Communicator:
+        native.extension.cuda_use_device(index)  # of this thread, which is its own
+        return nccl_binding.Communicator(name, seat.rank, seat.size)
+
+    communicator = run_aside(begin, nccl_binding.Communicator.abort, deadline, check)
+    try:
+        while not communicator.check():
+            check()
+            deadline.check()
+            time.sleep(1e-3)
+        return NcclCollective(communicator, device)
+    except BaseException:
+        communicator.abort()
+        raise
