@@ -81,7 +81,10 @@ class Engine:
             limits, model.config.vocab_size, model.config.eos_token_ids, tokenizer, self.config.seed
         )
         self._ledger = Ledger(self.scheduler)
-        steps = build_decode_steps(self.config, model, self.cache, self.runner.attention, group)
+        #: Steps of decoding that the device makes by itself, if there are any.
+        self.decode_steps = steps = build_decode_steps(
+            self.config, model, self.cache, attention, group
+        )
         self._decode = None if steps is None else DecodeRun(steps, self.scheduler, self._ledger)
         self._refusal: str | None = None
         self._agreed_refusal: str | None = None  # of any rank, as of this step

@@ -10,9 +10,12 @@ from core_engines import log_probs, params, prompts, same, small_engine, small_m
 from core_models import make_model, save_model, torch, trained_tiny
 
 from engine_adapter.core.cuda_attention import PagedCudaAttention
+from engine_adapter.core.decode_graphs import DecodeGraphs
 from engine_adapter.core.engine import Engine
+from engine_adapter.core.loader import load_weights
 from engine_adapter.core.request import RequestOutput
 from engine_adapter.core.sampling_params import SamplingParams
+from weightsync.errors import ConfigError
 from weightsync.types import PauseMode
 
 pytestmark = pytest.mark.gpu
@@ -118,3 +121,49 @@ def test_experts_among_others(tmp_path: Path) -> None:
     engine = small_engine(directory, **ON_CUDA, max_step_tokens=23)
     for output, wanted in zip(engine.generate(prompts(*LENGTHS), SAMPLED), expected, strict=True):
         assert same(output, wanted)
+
+
+def test_graphs_and_eager_steps_give_the_same_bits(tmp_path: Path) -> None:
+    directory = small_model(tmp_path)
+    asked = (
+        prompts(*(1 + i * 7 % 90 for i in range(40))),
+        [params(temperature=0.8 * (i % 3), max_tokens=5 + i, seed=i) for i in range(40)],
+    )
+    settings = {**ON_CUDA, "max_running": 40}
+    expected = small_engine(directory, **settings, decode="eager").generate(*asked)
+    engine = small_engine(directory, **settings, decode="graphs")
+    graphs = engine.decode_steps
+    assert isinstance(graphs, DecodeGraphs)
+    captured = graphs.num_captures
+    for _ in range(2):
+        for output, wanted in zip(engine.generate(*asked), expected, strict=True):
+            assert same(output, wanted)
+    assert graphs.num_captures == captured == len(graphs.sizes)
+
+
+def test_graphs_see_new_weights_at_their_old_addresses(tmp_path: Path) -> None:
+    directories = [
+        save_model(make_model("dense", torch.bfloat16, seed), tmp_path / str(seed))
+        for seed in (0, 1)
+    ]
+    wanted = [
+        small_engine(d, **ON_CUDA, decode="eager").generate(prompts(*LENGTHS), SAMPLED)
+        for d in directories
+    ]
+    engine = small_engine(directories[0], **ON_CUDA, decode="graphs")
+    pointers = engine.model.slots.fingerprint() if engine.model.slots.is_sealed else None
+    for seed in (0, 1, 0):
+        engine.pause(PauseMode.RETRACT)
+        load_weights(directories[seed], engine.model.slots, engine.model.config)
+        engine.flush_cache()
+        engine.resume()
+        outputs = engine.generate(prompts(*LENGTHS), SAMPLED)
+        for output, expected in zip(outputs, wanted[seed], strict=True):
+            assert same(output, expected)
+    if pointers is not None:
+        assert engine.model.slots.fingerprint() == pointers
+
+
+def test_graphs_where_they_cannot_be(directory: Path) -> None:
+    with pytest.raises(ConfigError, match=r"decode='graphs'.*ReferenceAttention"):
+        small_engine(directory, device="cuda:0", attention="reference", decode="graphs")
