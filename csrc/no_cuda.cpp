@@ -1,4 +1,6 @@
 // Stands in for csrc/cuda/*.cu when there is no toolkit.
+#include "weightsync/cuda_attention.hpp"
+#include "weightsync/cuda_core.hpp"
 #include "weightsync/cuda_device.hpp"
 #include "weightsync/cuda_memory.hpp"
 #include "weightsync/cuda_tables.hpp"
@@ -82,6 +84,41 @@ bool cuda_event_passed(std::uint64_t, int device) { fail("cuda_event_passed", de
 void cuda_synchronize(int device) { fail("cuda_synchronize", device); }
 void cuda_copy(std::uint64_t, std::uint64_t, std::uint64_t, int device) {
     fail("cuda_copy", device);
+}
+
+void cuda_plan_attention(const AttentionStep&, const AttentionWork&, std::uintptr_t, int device) {
+    fail("cuda_plan_attention", device);
+}
+void cuda_attend(const AttentionStep&, const AttentionWork&, std::uintptr_t, int device) {
+    fail("cuda_attend", device);
+}
+void cuda_attend_general(const AttentionStep&, std::uintptr_t, int device) {
+    fail("cuda_attend_general", device);
+}
+void cuda_norm_rows(const NormedRows&, std::uintptr_t, int device) {
+    fail("cuda_norm_rows", device);
+}
+void cuda_add_norm_rows(const AddedRows&, std::uintptr_t, int device) {
+    fail("cuda_add_norm_rows", device);
+}
+void cuda_gate_rows(const GatedRows&, std::uintptr_t, int device) {
+    fail("cuda_gate_rows", device);
+}
+void cuda_place_heads(const HeadRows&, std::uintptr_t, int device) {
+    fail("cuda_place_heads", device);
+}
+void cuda_place_rows(const DecodeRows&, std::uintptr_t, int device) {
+    fail("cuda_place_rows", device);
+}
+void cuda_advance_rows(const DecodeRows&, std::uintptr_t, int device) {
+    fail("cuda_advance_rows", device);
+}
+void cuda_read_bytes(std::uint64_t, std::uint64_t, std::uint64_t, std::uintptr_t, int device) {
+    fail("cuda_read_bytes", device);
+}
+std::int64_t sample_scratch_bytes(std::int64_t, std::int64_t) { return 0; }
+void cuda_sample_rows(const SampledRows&, std::uintptr_t, int device) {
+    fail("cuda_sample_rows", device);
 }
 
 }  // namespace weightsync

@@ -6,6 +6,7 @@ from typing import Any, TypedDict, type_check_only
 NUM_SEGMENT_COLUMNS: int
 NUM_DIGEST_COLUMNS: int
 ATTENTION_CHUNK: int
+ATTENTION_ENTRIES: tuple[int, int]
 
 @type_check_only
 class BuildInfo(TypedDict):
@@ -210,3 +211,77 @@ def cuda_elapsed_s(start: int, stop: int, device: int) -> float: ...
 def cuda_event_passed(event: int, device: int) -> bool: ...
 def cuda_synchronize(device: int) -> None: ...
 def cuda_copy(target_ptr: int, source_ptr: int, num_bytes: int, device: int) -> None: ...
+def no_tensor_cores_reason(dtype: int, num_heads: int, num_kv_heads: int, head_dim: int) -> str: ...
+def plan_attention(
+    sizes: Sequence[int], pointers: Sequence[int], limits: Sequence[int], work: Sequence[int]
+) -> None: ...
+def cuda_plan_attention(
+    dtype: int,
+    scale: float,
+    sizes: Sequence[int],
+    pointers: Sequence[int],
+    limits: Sequence[int],
+    work: Sequence[int],
+    stream: int,
+    device: int,
+) -> None: ...
+def cuda_attend(
+    dtype: int,
+    scale: float,
+    sizes: Sequence[int],
+    pointers: Sequence[int],
+    limits: Sequence[int],
+    work: Sequence[int],
+    stream: int,
+    device: int,
+) -> None: ...
+def cuda_attend_general(
+    dtype: int,
+    scale: float,
+    sizes: Sequence[int],
+    pointers: Sequence[int],
+    stream: int,
+    device: int,
+) -> None: ...
+def cuda_norm_rows(
+    dtype: int,
+    eps: float,
+    sizes: Sequence[int],
+    pointers: Sequence[int],
+    stream: int,
+    device: int,
+) -> None: ...
+def cuda_add_norm_rows(
+    dtype: int,
+    eps: float,
+    sizes: Sequence[int],
+    pointers: Sequence[int],
+    stream: int,
+    device: int,
+) -> None: ...
+def cuda_gate_rows(
+    dtype: int, sizes: Sequence[int], pointers: Sequence[int], stream: int, device: int
+) -> None: ...
+def cuda_place_heads(
+    dtype: int,
+    eps: float,
+    sizes: Sequence[int],
+    pointers: Sequence[int],
+    stream: int,
+    device: int,
+) -> None: ...
+def sample_scratch_bytes(num_rows: int, vocab_size: int) -> int: ...
+def cuda_sample_rows(
+    dtype: int, sizes: Sequence[int], pointers: Sequence[int], stream: int, device: int
+) -> None: ...
+def cuda_read_bytes(
+    source_ptr: int, num_bytes: int, out_ptr: int, stream: int, device: int
+) -> None: ...
+def cuda_place_rows(
+    sizes: Sequence[int], pointers: Sequence[int], stream: int, device: int
+) -> None: ...
+def place_rows(sizes: Sequence[int], pointers: Sequence[int]) -> None: ...
+def cuda_advance_rows(
+    sizes: Sequence[int], pointers: Sequence[int], stream: int, device: int
+) -> None: ...
+def advance_rows(sizes: Sequence[int], pointers: Sequence[int]) -> None: ...

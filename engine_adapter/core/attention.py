@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -36,6 +38,42 @@ class Attention(Protocol):
         and RoPE, in the model's dtype. Query head h reads KV head h // (heads / kv_heads).
         """
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class FusedHeads:
+    """What a layer's projection gave: query, key and value before norms and rotation."""
+
+    states: (
+        Tensor  # [R, heads + 2 kv_heads, head_dim], heads and elements contiguous; is overwritten
+    )
+    q_norm: Tensor | None  # [head_dim]; None in families without
+    k_norm: Tensor | None
+    cos: Tensor  # [positions, head_dim / 2], the model's dtype
+    sin: Tensor
+    eps: float
+
+
+class FusedAttention(ABC):
+    """An :class:`Attention` that can do a layer's norms and rotation on the way."""
+
+    @abstractmethod
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        batch: StepBatch,
+        cache: KvCache,
+    ) -> Tensor:
+        """See :meth:`Attention.attend`."""
+
+    @abstractmethod
+    def attend_fused(
+        self, layer: int, heads: FusedHeads, batch: StepBatch, cache: KvCache
+    ) -> Tensor:
+        """As ``attend``, of heads that are normed and rotated by it."""
 
 
 def write_kv(layer: int, key: Tensor, value: Tensor, batch: StepBatch, cache: KvCache) -> None:

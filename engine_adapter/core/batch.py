@@ -21,6 +21,15 @@ def padded_rows(num_rows: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class StepCounts:
+    """What the host knows of a step, so that nothing need be asked of a device."""
+
+    num_rows: int  # without padding
+    most_rows: int  # of a sequence
+    num_chunks: int  # of ATTENTION_CHUNK tokens, over the contexts of all sequences
+
+
+@dataclass(frozen=True, slots=True)
 class StepBatch:
     """R rows (tokens) of S sequences; rows of one sequence are adjacent, in position order.
 
@@ -35,6 +44,7 @@ class StepBatch:
     context_lens: Tensor  # int32 [S]; tokens in the cache once this step's rows are written
     block_tables: Tensor  # int32 [S, P]; pages of each sequence, -1 beyond
     logit_rows: Tensor  # int64 [L]; rows whose logits are wanted
+    counts: StepCounts | None = None  # None: nobody counted
 
     @property
     def num_sequences(self) -> int:

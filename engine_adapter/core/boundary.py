@@ -53,10 +53,15 @@ class StepBoundary:
     wait here, it returns how many to run, the same on every rank. Every rank must make the same
     calls in the same order, and a call that was given up keeps its place. With several ranks, one
     thread of each drives and calls: a thread that comes back by itself, or the only one there is.
+    ``before`` runs at a boundary at which there are calls, ahead of them.
     """
 
-    def __init__(self, agree: Callable[[int], int] | None = None) -> None:
-        self._agree = agree
+    def __init__(
+        self,
+        agree: Callable[[int], int] | None = None,
+        before: Callable[[], None] | None = None,
+    ) -> None:
+        self._agree, self._before = agree, before
         self._calls: deque[_Call] = deque()
         self._lock = threading.Lock()  # held during a step
         self._holder: int | None = None
@@ -150,5 +155,7 @@ class StepBoundary:
             count = len(self._calls)
         if self._agree is not None:
             count = self._agree(count)
+        if count and self._before is not None:
+            self._before()
         for _ in range(count):
             self._calls.popleft().run()

@@ -8,6 +8,7 @@ order. *Serving*: ``start`` gives it a thread of its own, and any thread may cal
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from queue import Empty
 from types import TracebackType
@@ -16,6 +17,7 @@ from typing import Any, Self, TypeVar
 import torch
 
 from engine_adapter.core.boundary import StepBoundary
+from engine_adapter.core.decode_graphs import build_decode_steps
 from engine_adapter.core.engine_config import AttentionKind, EngineConfig, build_attention
 from engine_adapter.core.hold import Hold
 from engine_adapter.core.kv_cache import KvCache, KvShape
@@ -28,6 +30,7 @@ from engine_adapter.core.plan import StepPlan
 from engine_adapter.core.products import Products
 from engine_adapter.core.request import FinishReason, Request, RequestOutput
 from engine_adapter.core.request_builder import Prompt, RequestBuilder
+from engine_adapter.core.run_ahead import DecodeRun
 from engine_adapter.core.runner import ModelRunner
 from engine_adapter.core.sampling_params import SamplingParams
 from engine_adapter.core.scheduler import Scheduler
@@ -73,11 +76,16 @@ class Engine:
         self.runner = ModelRunner(model, self.cache, attention, model.device)
         self.num_steps = 0
         self._group = group
-        self._boundary = StepBoundary(None if group.size == 1 else self._agree)
+        self._boundary = StepBoundary(None if group.size == 1 else self._agree, self._drain)
         self._builder = RequestBuilder(
             limits, model.config.vocab_size, model.config.eos_token_ids, tokenizer, self.config.seed
         )
         self._ledger = Ledger(self.scheduler)
+        #: Steps of decoding that the device makes by itself, if there are any.
+        self.decode_steps = steps = build_decode_steps(
+            self.config, model, self.cache, attention, group
+        )
+        self._decode = None if steps is None else DecodeRun(steps, self.scheduler, self._ledger)
         self._refusal: str | None = None
         self._agreed_refusal: str | None = None  # of any rank, as of this step
         self._hold = Hold(self._stand_still)
@@ -279,13 +287,17 @@ class Engine:
         with self._boundary.step():
             refusal = self._active_refusal
             if refusal is not None:
+                self._drain()
                 self._ledger.fail_all(_refused(refusal))
                 return False
+            if self._decode is not None and self._decode.is_on:
+                if self._goes_on(self._decode):
+                    return True
+                self._drain()
             plan = None if self._hold.is_on else self.scheduler.plan()
             if plan is None:
                 return False
             self._run(plan)
-            self.num_steps += 1
             return True
 
     def start(self) -> None:
@@ -369,14 +381,42 @@ class Engine:
                 self.abort(submission)
 
     def _run(self, plan: StepPlan) -> None:
-        try:
+        with self._failing([chunk.request for chunk in plan.chunks]):
+            if self._decode is not None and self._decode.suits(plan):
+                self._decode.begin(plan)
+                return
             results = self.runner.run(plan)
-        except BaseException as error:
-            reason = f"its step failed: {type(error).__name__}: {error}"
-            self._ledger.fail([chunk.request for chunk in plan.chunks], reason)
-            raise
         self.scheduler.complete(plan)
         self._ledger.take(plan, results)
+        self.num_steps += 1
+
+    def _goes_on(self, run: DecodeRun) -> bool:
+        """Whether the device makes another step of a run, before which one is booked."""
+        if self._hold.is_on or self.scheduler.is_paused:
+            return False
+        with self._failing(run.requests):
+            if not run.go_on():
+                return False
+        self.num_steps += 1
+        return True
+
+    def _drain(self) -> None:
+        """Book what the device has made ahead; whatever happens next finds nothing in flight."""
+        if self._decode is not None and self._decode.is_on:
+            with self._failing(self._decode.requests):
+                self.num_steps += self._decode.drain()
+
+    @contextmanager
+    def _failing(self, requests: Sequence[Request]) -> Iterator[None]:
+        """An error ends these requests with its text, and is raised."""
+        try:
+            yield
+        except BaseException as error:
+            if self._decode is not None:
+                self._decode.give_up()
+            reason = f"its step failed: {type(error).__name__}: {error}"
+            self._ledger.fail(requests, reason)
+            raise
 
 
 def _products_for(attention: AttentionKind) -> Products:

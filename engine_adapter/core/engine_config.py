@@ -11,20 +11,31 @@ from typing import Any
 import torch
 
 from engine_adapter.core.attention import Attention, PagedAttention, ReferenceAttention
+from engine_adapter.core.cuda_attention import PagedCudaAttention
 from engine_adapter.core.kv_cache import DEFAULT_PAGE_SIZE
 from engine_adapter.core.pages import PrefixReuse
 from engine_adapter.core.plan import SchedulerLimits
+from engine_adapter.core.products import has_kernels
+from weightsync import native
 from weightsync.errors import ConfigError
 
 DEFAULT_KV_CACHE_TOKENS = 32_768
 
 
 class AttentionKind(StrEnum):
-    """Which attention; ``auto`` is the native kernel on the CPU and the reference elsewhere."""
+    """Which attention; ``auto`` is the native kernel where there is one, else the reference."""
 
     AUTO = "auto"
     PAGED = "paged"  # native, batch-invariant in every dtype
     REFERENCE = "reference"  # plain torch, transformers' order of operations
+
+
+class DecodeKind(StrEnum):
+    """How steps run in which every request makes a token."""
+
+    AUTO = "auto"  # graphs where they can be
+    GRAPHS = "graphs"  # CUDA graphs, one step ahead of the host
+    EAGER = "eager"  # as any other step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +43,7 @@ class EngineConfig:
     """What bounds an engine's memory and steps. Raises :class:`ConfigError` naming the setting."""
 
     attention: AttentionKind = AttentionKind.AUTO
+    decode: DecodeKind = DecodeKind.AUTO
     page_size: int = DEFAULT_PAGE_SIZE  # tokens
     kv_cache_tokens: int = DEFAULT_KV_CACHE_TOKENS  # rounded up to whole pages
     max_context: int | None = None  # tokens of prompt and output; None: what the model allows
@@ -43,7 +55,8 @@ class EngineConfig:
     seed: int = 0  # seeds of requests that bring none are drawn from it
 
     def __post_init__(self) -> None:
-        for name, kind in (("attention", AttentionKind), ("prefix_reuse", PrefixReuse)):
+        kinds = {"attention": AttentionKind, "decode": DecodeKind, "prefix_reuse": PrefixReuse}
+        for name, kind in kinds.items():
             object.__setattr__(self, name, _member(kind, name, getattr(self, name)))
         for name in ("page_size", "kv_cache_tokens", "max_running", "max_waiting"):
             _check_count(name, getattr(self, name))
@@ -85,11 +98,12 @@ def build_attention(kind: AttentionKind, device: torch.device) -> Attention:
         return ReferenceAttention()
     if device.type == "cpu":
         return PagedAttention()
+    if has_kernels(device):
+        return PagedCudaAttention()
     if kind is AttentionKind.AUTO:
         return ReferenceAttention()
-    raise ConfigError(
-        f"attention='paged' on {device}: there is a native kernel for the CPU only; use 'reference'"
-    )
+    reason = native.extension.cuda_unavailable_reason() or f"no kernels for {device.type}"
+    raise ConfigError(f"attention='paged' on {device}: {reason}; use 'reference'")
 
 
 def _member(kind: type[StrEnum], name: str, value: object) -> StrEnum:

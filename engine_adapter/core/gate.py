@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine_adapter.core.products import Products
+from engine_adapter.core.cuda_rows import cuda_gated
+from engine_adapter.core.products import Products, has_kernels
 from weightsync.native_attention import FLOAT_TYPES
 from weightsync.native_gate import gate_rows
 
@@ -51,5 +52,8 @@ def native_gated(gate_up: Tensor) -> Tensor:
 
 def choose_gate(products: Products, dtype: torch.dtype, device: torch.device) -> Gate:
     """Torch's where its bits are asked for (``products='torch'``) or nothing else is there."""
-    is_possible = device.type == "cpu" and dtype in _WORDS
-    return native_gated if is_possible and products is not Products.TORCH else gated
+    if products is Products.TORCH or dtype not in _WORDS:
+        return gated
+    if device.type == "cpu":
+        return native_gated
+    return cuda_gated if has_kernels(device) else gated

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from engine_adapter.core.arena import Arena
-from engine_adapter.core.attention import Attention
+from engine_adapter.core.attention import Attention, FusedAttention, FusedHeads
 from engine_adapter.core.batch import StepBatch
 from engine_adapter.core.config import ModelConfig, read_config
+from engine_adapter.core.cuda_products import CudaProduct
 from engine_adapter.core.gate import choose_gate
 from engine_adapter.core.kv_cache import KvCache
 from engine_adapter.core.layers import (
@@ -22,8 +23,8 @@ from engine_adapter.core.layers import (
     Mlp,
 )
 from engine_adapter.core.loader import checkpoint_dtype, load_weights
-from engine_adapter.core.moe import ExpertsMlp
-from engine_adapter.core.norm import choose_norm
+from engine_adapter.core.moe import ExpertsMlp, GroupedExpertsMlp
+from engine_adapter.core.norm import choose_add_norm, choose_norm
 from engine_adapter.core.parallel import ALONE, Group
 from engine_adapter.core.products import Products, choose_product, parse_products
 from engine_adapter.core.rope import fill_tables, rotate
@@ -70,11 +71,15 @@ class DecoderModel:
         chosen = parse_products(products)
         product = choose_product(chosen, dtype, self.device)
         gate = choose_gate(chosen, dtype, self.device)
+        self._has_grouped_experts = isinstance(product, CudaProduct) and dtype is torch.bfloat16
         self._norm_rows = choose_norm(chosen, dtype, self.device)
+        self._add_norm = choose_add_norm(self._norm_rows)
         self._dense = Compute(product, group if self.shards.tp_size > 1 else ALONE, gate)
         self._sparse = Compute(product, group, gate)
         self.max_positions = _positions(config, max_positions)
         specs = storage_specs(config, self.shards)
+        if isinstance(product, CudaProduct):
+            product.prove(_product_shapes(specs), dtype, self.device)
         storages = _allocate(specs, dtype, self.device)
         self.slots = SlotTable(storages, specs, {HEAD: EMBEDDING} if config.is_tied else {})
         self.embed_tokens = storages["embed_tokens"]
@@ -130,6 +135,11 @@ class DecoderModel:
         first, last = self.shards.heads(self.config.num_heads)
         return last - first
 
+    @property
+    def asks_device(self) -> bool:
+        """Whether a step on a CUDA device waits for what it finds there, as picking experts may."""
+        return self.config.experts is not None and not self._has_grouped_experts
+
     # --- building -----------------------------------------------------------------------------------
 
     def _layer(self, i: int, storages: Mapping[str, Tensor]) -> Layer:
@@ -150,7 +160,8 @@ class DecoderModel:
         mlp: Mlp
         experts = self.config.experts
         if experts is not None and self.config.has_experts(i):
-            mlp = ExpertsMlp(
+            kind = GroupedExpertsMlp if self._has_grouped_experts else ExpertsMlp
+            mlp = kind(
                 router=get("router"),
                 gate_up=get("experts_gate_up"),
                 down=get("experts_down"),
@@ -186,18 +197,41 @@ class DecoderModel:
         Writes the rows' keys and values into ``cache``.
         """
         states = self._embed(batch.token_ids)
+        mix = self._mixer(batch, cache, attention)
+        eps = self.config.norm_eps
+        normed = self._norm_rows(states, self.layers[0].input_norm, eps)
+        for i, layer in enumerate(self.layers):
+            weights = layer.attention
+            mixed = mix(i, self._fused_heads(weights, normed))
+            delta = self._dense.row_parallel(mixed, weights.o, weights.o_bias)
+            states, normed = self._add_norm(states, delta, layer.post_norm, eps)
+            delta = layer.mlp.forward(normed)
+            if i + 1 < len(self.layers):
+                states, normed = self._add_norm(states, delta, self.layers[i + 1].input_norm, eps)
+        # The last norm is of the wanted rows alone.
+        return self._logits((states + delta).index_select(0, batch.logit_rows))
+
+    def _mixer(
+        self, batch: StepBatch, cache: KvCache, attention: Attention
+    ) -> Callable[[int, Tensor], Tensor]:
+        """From a layer's number and its fused heads to what its attention gives."""
+        if isinstance(attention, FusedAttention):
+
+            def mix_fused(i: int, fused: Tensor) -> Tensor:
+                weights = self.layers[i].attention
+                norms = weights.q_norm, weights.k_norm
+                heads = FusedHeads(fused, *norms, self.cos, self.sin, self.config.norm_eps)
+                return attention.attend_fused(i, heads, batch, cache)
+
+            return mix_fused
         cos = self.cos.index_select(0, batch.positions)[:, None]
         sin = self.sin.index_select(0, batch.positions)[:, None]
-        eps = self.config.norm_eps
-        for i, layer in enumerate(self.layers):
-            normed = self._norm_rows(states, layer.input_norm, eps)
-            query, key, value = self._heads(layer.attention, normed, cos, sin)
-            mixed = attention.attend(i, query, key, value, batch, cache)
-            weights = layer.attention
-            states = states + self._dense.row_parallel(mixed, weights.o, weights.o_bias)
-            normed = self._norm_rows(states, layer.post_norm, eps)
-            states = states + layer.mlp.forward(normed)
-        return self._logits(states.index_select(0, batch.logit_rows))
+
+        def mix(i: int, fused: Tensor) -> Tensor:
+            query, key, value = self._heads(self.layers[i].attention, fused, cos, sin)
+            return attention.attend(i, query, key, value, batch, cache)
+
+        return mix
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         if self._dense.group.size == 1:
@@ -208,13 +242,16 @@ class DecoderModel:
         # One rank has the row and all others add zero: exact.
         return self._dense.group.sum_in_order(rows * is_here[:, None])
 
-    def _heads(
-        self, weights: AttentionWeights, states: Tensor, cos: Tensor, sin: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value [R, heads, head_dim] of this rank, normed and rotated."""
-        size, num_heads, num_kv_heads = self.config.head_dim, self.num_heads, self.num_kv_heads
+    def _fused_heads(self, weights: AttentionWeights, states: Tensor) -> Tensor:
+        """[R, heads + 2 kv_heads, head_dim] of this rank."""
         fused = self._dense.product(states, weights.qkv, weights.qkv_bias)
-        fused = fused.view(fused.shape[0], -1, size)
+        return fused.view(fused.shape[0], -1, self.config.head_dim)
+
+    def _heads(
+        self, weights: AttentionWeights, fused: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value [R, heads, head_dim], normed and rotated."""
+        num_heads, num_kv_heads = self.num_heads, self.num_kv_heads
         query, key, value = torch.split(fused, [num_heads, num_kv_heads, num_kv_heads], dim=1)
         if weights.q_norm is not None and weights.k_norm is not None:
             query = self._norm_rows(query, weights.q_norm, self.config.norm_eps)
@@ -239,6 +276,11 @@ def _positions(config: ModelConfig, wanted: int | None) -> int:
             f"max_positions {wanted}: the model has 1 to {config.max_positions} of them"
         )
     return wanted
+
+
+def _product_shapes(specs: Sequence[StorageSpec]) -> list[tuple[int, int]]:
+    """Of every weight that rows are multiplied with: [out, in]."""
+    return [(spec.shape[0], spec.shape[1]) for spec in specs if len(spec.shape) == 2]
 
 
 def _allocate(

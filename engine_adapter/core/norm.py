@@ -7,7 +7,8 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor
 
-from engine_adapter.core.products import Products
+from engine_adapter.core.cuda_rows import cuda_add_norm, cuda_norm
+from engine_adapter.core.products import Products, has_kernels
 from weightsync.native_attention import FLOAT_TYPES
 from weightsync.native_norm import norm_rows
 
@@ -19,6 +20,16 @@ class Norm(Protocol):
 
     def __call__(self, states: Tensor, weight: Tensor, eps: float) -> Tensor:
         """[R, ..., width] and [width] -> [R, ..., width]."""
+        ...
+
+
+class AddNorm(Protocol):
+    """A residual sum and its norm."""
+
+    def __call__(
+        self, states: Tensor, delta: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """[R, width] each -> (states + delta, its norm); may overwrite ``states``."""
         ...
 
 
@@ -49,5 +60,22 @@ def native_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def choose_norm(products: Products, dtype: torch.dtype, device: torch.device) -> Norm:
     """Torch's where its bits are asked for (``products='torch'``) or nothing else is there."""
-    is_possible = device.type == "cpu" and dtype in _WORDS
-    return native_norm if is_possible and products is not Products.TORCH else rms_norm
+    if products is Products.TORCH or dtype not in _WORDS:
+        return rms_norm
+    if device.type == "cpu":
+        return native_norm
+    return cuda_norm if has_kernels(device) else rms_norm
+
+
+def choose_add_norm(norm: Norm) -> AddNorm:
+    """In one pass where the norm's device has that."""
+    if norm is cuda_norm:
+        return cuda_add_norm
+
+    def add_norm(
+        states: Tensor, delta: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        states = states + delta
+        return states, norm(states, weight, eps)
+
+    return add_norm

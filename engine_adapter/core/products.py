@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine_adapter.core.batch import padded_rows
+from engine_adapter.core.cuda_products import CudaProduct
+from weightsync import native
 from weightsync.errors import ConfigError
 from weightsync.native_linear import LINEAR_TYPES, LinearPointers, LinearSizes, multiply_rows
 
@@ -69,6 +71,11 @@ def native_product(states: Tensor, weight: Tensor, bias: Tensor | None = None) -
     return output
 
 
+def has_kernels(device: torch.device) -> bool:
+    """Whether our CUDA kernels run on ``device``."""
+    return device.type == "cuda" and not native.extension.cuda_unavailable_reason()
+
+
 def choose_product(products: Products, dtype: torch.dtype, device: torch.device) -> Product:
     """Who computes for a model of ``dtype`` on ``device``; decided once, for all its steps.
 
@@ -80,6 +87,8 @@ def choose_product(products: Products, dtype: torch.dtype, device: torch.device)
             f"products='native' computes {', '.join(LINEAR_TYPES)} on the CPU, not {dtype} on "
             f"{device}; use products='torch'"
         )
+    if products is not Products.TORCH and has_kernels(device):
+        return CudaProduct()
     if products is Products.TORCH or not is_possible:
         return torch_product
     # Without instructions for them, libraries compute 16-bit floats about ten times slower.

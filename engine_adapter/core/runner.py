@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from engine_adapter.core.attention import Attention
-from engine_adapter.core.batch import NO_SLOT, StepBatch, padded_rows
+from engine_adapter.core.batch import NO_SLOT, StepBatch, StepCounts, padded_rows
 from engine_adapter.core.kv_cache import KvCache
 from engine_adapter.core.plan import StepPlan
 from engine_adapter.core.request import Request, RequestKind, TokenLogProbs
 from engine_adapter.core.sampling import SampleRow, sample
+from weightsync.native_attention import ATTENTION_CHUNK
 
 
 class StepModel(Protocol):
@@ -61,6 +62,11 @@ def build_batch(plan: StepPlan, page_size: int, device: torch.device | str = "cp
         context_lens=on_device(context_lens, np.int32),
         block_tables=on_device(tables, np.int32),
         logit_rows=on_device(logit_rows, np.int64),
+        counts=StepCounts(
+            num_rows=plan.num_tokens,
+            most_rows=max((chunk.count for chunk in chunks), default=0),
+            num_chunks=int((-(-context_lens // ATTENTION_CHUNK)).sum()),
+        ),
     )
 
 

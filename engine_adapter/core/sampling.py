@@ -14,6 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine_adapter.core.cuda_launch import WORDS
+from engine_adapter.core.cuda_sampling import SampleInputs, sample_on_cuda
+from engine_adapter.core.products import has_kernels
 from engine_adapter.core.request import TokenLogProbs
 from engine_adapter.core.sampling_params import SamplingParams
 from weightsync.native_sampling import sample_tokens
@@ -45,6 +48,8 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[TokenLogProbs | No
     """
     if not rows:
         return []
+    if has_kernels(logits.device) and logits.dtype in WORDS:
+        return _sample_by_kernel(logits, rows)
     logits = logits.float()
     log_probs = torch.log_softmax(logits, dim=-1)
     temperatures = torch.tensor(
@@ -60,6 +65,33 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[TokenLogProbs | No
     return [
         TokenLogProbs(token, raw, after, top) if token >= 0 and _is_number(raw) else None
         for token, (raw, after), top in zip(tokens.tolist(), chosen.tolist(), tops, strict=True)
+    ]
+
+
+def _sample_by_kernel(logits: Tensor, rows: Sequence[SampleRow]) -> list[TokenLogProbs | None]:
+    """As :func:`sample`, by the CUDA kernel."""
+    device = logits.device
+    temperatures = [row.params.temperature or 1.0 for row in rows]
+    seeds = np.array([row.seed for row in rows], dtype=np.uint64).view(np.int64)
+    scales = [0.0 if row.params.is_greedy else 1.0 for row in rows]
+    inputs = SampleInputs(
+        seeds=torch.from_numpy(seeds).to(device),
+        positions=torch.tensor([row.position for row in rows], device=device),
+        noise_scales=torch.tensor(scales, dtype=torch.float32, device=device),
+        temperatures=torch.tensor(temperatures, dtype=torch.float32, device=device),
+        given=torch.tensor([-1 if r.given is None else r.given for r in rows], device=device),
+    )
+    drawn_from = None
+    if any(row.banned or (row.params.has_filter and row.given is None) for row in rows):
+        drawn_from = _ruled_out(logits.float() / inputs.temperatures[:, None], rows)
+    found = sample_on_cuda(logits, inputs, drawn_from)
+    tops: list[tuple[tuple[int, float], ...]] = [()] * len(rows)
+    if any(row.params.top_log_probs for row in rows):
+        tops = _top_log_probs(found.log_probs_of(logits), rows)
+    numbers = found.numbers.tolist()
+    return [
+        TokenLogProbs(token, raw, after, top) if token >= 0 and _is_number(raw) else None
+        for token, (raw, after, *_), top in zip(found.tokens.tolist(), numbers, tops, strict=True)
     ]
 
 

@@ -209,6 +209,15 @@ class Scheduler:
         step.put(request, count)
         return was_enough
 
+    def give_pages(self, request: Request, count: int) -> bool:
+        """More pages than its next token needs; False, and nothing changed, if there are not as many.
+        They count as those that it would have been given later."""
+        pages = self.pool.allocate(count)
+        if pages is None:
+            return False
+        request.pages.extend(pages)
+        return True
+
     def _grow(self, request: Request, count: int) -> bool:
         """Give it pages for ``count`` more tokens."""
         wanted = -(-(request.num_computed + count) // self.limits.page_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from core_models import torch
 
 from engine_adapter.core.gate import choose_gate, gated, native_gated
 from engine_adapter.core.layers import Compute, DenseMlp
-from engine_adapter.core.moe import ExpertsMlp, route
+from engine_adapter.core.moe import ExpertsMlp, GroupedExpertsMlp, route
 from engine_adapter.core.norm import choose_norm, native_norm, rms_norm
 from engine_adapter.core.parallel import ALONE, Group
 from engine_adapter.core.products import (
@@ -157,6 +158,17 @@ def test_parts_of_the_experts_add_up_to_all_of_them() -> None:
     parts = [experts_mlp(torch.float32, *r).forward(states) for r in ((0, 3), (3, 3), (3, 8))]
     assert torch.allclose(sum(parts), whole, atol=1e-5)
     assert not parts[1].any()
+
+
+def test_grouped_experts_say_the_same() -> None:
+    """In one product over all experts, whichever of them are here."""
+    states = torch.randn(48, 64).bfloat16()
+    for first, last in ((0, 8), (0, 3), (3, 8), (5, 6)):
+        loop = experts_mlp(torch.bfloat16, first, last)
+        grouped = GroupedExpertsMlp(*(getattr(loop, f.name) for f in fields(loop)))
+        expected, found = loop.forward(states), grouped.forward(states)
+        assert torch.allclose(found.float(), expected.float(), atol=2e-2, rtol=2e-2)
+    assert_rows_are_their_own(grouped.forward, states[:32])
 
 
 def test_routing_weights() -> None:

@@ -1,0 +1,220 @@
+"""How near to the memory's limit does the core decode, on models of published shapes?
+
+Weights are random, written straight into the slots. First the check: a prompt's greedy tokens and bits
+alone equal those in a batch. Then the workload of nano-vllm's benchmark (256 requests, prompts and
+outputs of 100 to 1024 tokens, seed 0; time of the whole call, prefill included), and decoding one
+request with a context of 512.
+
+Roofline of the workload: every decode step reads all weights once (of experts those that a step of that
+many rows is expected to hit, at k of E even chances), every token reads K and V of the tokens before it,
+and a token costs 2 x active parameters operations at the rate of a large product; a step takes the
+larger of weights' reading and operations, plus the reading of K and V. Rates are measured in the run.
+Steps are counted as if all 256 ran together and each left at its own length; prefill is counted by its
+operations.
+
+    python benchmarks/core_decode_cuda.py [--models qwen3-0.6b ...] [--eager] [--json FILE]
+"""
+
+import argparse
+import json
+import random
+import statistics
+import time
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from engine_adapter.core.config import parse_config
+from engine_adapter.core.cuda_launch import launch_on
+from engine_adapter.core.decode_graphs import DecodeGraphs
+from engine_adapter.core.engine import Engine
+from engine_adapter.core.engine_config import EngineConfig
+from engine_adapter.core.model import DecoderModel
+from engine_adapter.core.sampling_params import SamplingParams
+from weightsync import native_cuda_core
+from weightsync.presets import get_preset
+
+DEVICE = torch.device("cuda:0")
+READ_BYTES = 4 << 30
+REQUESTS = 256
+SHORTEST, LONGEST = 100, 1024
+CONTEXT = 512
+NEW_TOKENS = 128
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Measured in this run."""
+
+    read: float  # bytes a second
+    product: float  # operations a second
+
+
+def seconds(action: Any, rounds: int = 5) -> float:
+    found = []
+    for index in range(rounds + 2):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(4):
+            action()
+        torch.cuda.synchronize()
+        if index > 1:
+            found.append((time.perf_counter() - start) / 4)
+    return statistics.median(found)
+
+
+def measure_rates() -> Rates:
+    memory = torch.zeros(READ_BYTES // 4, dtype=torch.int32, device=DEVICE)
+    out = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    args = memory.data_ptr(), READ_BYTES, out.data_ptr(), launch_on(DEVICE)
+    left, right = torch.randn(2, 8192, 8192, device=DEVICE).bfloat16()
+    read = READ_BYTES / seconds(lambda: native_cuda_core.read_bytes(*args))
+    return Rates(read, 2 * 8192**3 / seconds(lambda: F.linear(left, right)))
+
+
+def make_engine(name: str, kv_cache_tokens: int, decode: str) -> Engine:
+    """An engine with random weights that give tame logits."""
+    config = parse_config(get_preset(name).config())
+    model = DecoderModel(config, torch.bfloat16, DEVICE, max_positions=4096)
+    torch.manual_seed(0)
+    for storage in model.slots.storages.values():
+        if storage.dim() == 1:
+            storage.fill_(1.0)
+        else:
+            storage.normal_(0.0, storage.shape[-1] ** -0.5)
+    settings = EngineConfig(
+        kv_cache_tokens=kv_cache_tokens, max_running=REQUESTS, max_step_tokens=8192, decode=decode  # type: ignore[arg-type]
+    )  # fmt: skip
+    return Engine(model, settings)
+
+
+def workload(vocab: int) -> tuple[list[list[int]], list[int]]:
+    """As nano-vllm's bench.py draws it."""
+    draw = random.Random(0)
+    prompts = [
+        [draw.randint(0, min(10_000, vocab - 1)) for _ in range(draw.randint(SHORTEST, LONGEST))]
+        for _ in range(REQUESTS)
+    ]
+    return prompts, [draw.randint(SHORTEST, LONGEST) for _ in range(REQUESTS)]
+
+
+class Shape:
+    """Bytes and operations of a model's steps."""
+
+    def __init__(self, engine: Engine) -> None:
+        config = engine.model.config
+        self.experts = config.experts
+        sparse, dense = 0, 0
+        for name, storage in engine.model.slots.storages.items():
+            if ".experts_" in name:
+                sparse += storage.numel()
+            elif name != "embed_tokens" or config.is_tied:
+                dense += storage.numel()
+        self.dense, self.sparse = dense, sparse
+        share = 1.0 if self.experts is None else self.experts.top_k / self.experts.num_experts
+        self.active = dense + sparse * share
+        self.kv_bytes = engine.cache.shape.page_bytes // engine.cache.page_size
+
+    def weight_bytes(self, rows: int) -> float:
+        """Read by a step of ``rows``; of experts those expected to be hit."""
+        hit = 1.0
+        if self.experts is not None:
+            hit = 1.0 - (1.0 - self.experts.top_k / self.experts.num_experts) ** rows
+        return 2 * (self.dense + self.sparse * hit)
+
+    def decode_s(self, rows: int, context: int, rates: Rates) -> float:
+        """The least time of a step with ``context`` tokens over all its rows."""
+        weights = self.weight_bytes(rows) / rates.read
+        return max(weights, 2 * self.active * rows / rates.product) + (
+            context * self.kv_bytes / rates.read
+        )
+
+
+def roofline_s(shape: Shape, prompts: list[list[int]], outputs: list[int], rates: Rates) -> float:
+    total = 2 * shape.active * sum(map(len, prompts)) / rates.product
+    for step in range(1, max(outputs)):  # the first token comes of prefill
+        rows = [len(p) + step for p, o in zip(prompts, outputs, strict=True) if o > step]
+        total += shape.decode_s(len(rows), sum(rows), rates)
+    return total
+
+
+def check(engine: Engine, prompts: list[list[int]]) -> None:
+    params = SamplingParams(temperature=0.7, max_tokens=20, ignore_eos=True, seed=5)
+    (alone,) = engine.generate(prompts[:1], params)
+    together = engine.generate(prompts[:24], params)[0]
+    if (alone.token_ids, alone.log_probs) != (together.token_ids, together.log_probs):
+        raise SystemExit("a request has other bits alone than in a batch")
+
+
+def time_workload(engine: Engine, rates: Rates) -> dict[str, float]:
+    prompts, outputs = workload(engine.model.config.vocab_size)
+    check(engine, prompts)
+    engine.flush_cache()
+    params = [
+        SamplingParams(temperature=0.6, max_tokens=count, ignore_eos=True, seed=i)
+        for i, count in enumerate(outputs)
+    ]
+    first = engine.num_steps
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    engine.generate(prompts, params)
+    taken = time.perf_counter() - start
+    least = roofline_s(Shape(engine), prompts, outputs, rates)
+    return {
+        "s": taken, "tokens_per_s": sum(outputs) / taken, "share": least / taken,
+        "steps": engine.num_steps - first,
+    }  # fmt: skip
+
+
+def time_alone(engine: Engine, rates: Rates) -> dict[str, float]:
+    """Steps of one request around a context of 512, by the clock between tokens."""
+    prompt = [3 + i % 1000 for i in range(CONTEXT - NEW_TOKENS // 2)]
+    params = SamplingParams(temperature=0.6, max_tokens=NEW_TOKENS, ignore_eos=True, seed=1)
+    times: list[float] = []
+    for chunk in engine.stream(prompt, params):
+        times += [time.perf_counter()] * len(chunk.token_ids)
+    gaps = [b - a for a, b in pairwise(times[8:])]
+    taken = statistics.median(gaps)
+    least = Shape(engine).decode_s(1, CONTEXT, rates)
+    return {"step_s": taken, "share": least / taken, "least_s": least}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--models", nargs="+", default=["qwen3-0.6b", "qwen3-8b"])
+    parser.add_argument("--eager", action="store_true", help="without graphs")
+    parser.add_argument("--alone", action="store_true", help="one request only")
+    parser.add_argument("--kv-cache-tokens", type=int, default=320_000)
+    parser.add_argument("--json", help="write figures here")
+    options = parser.parse_args()
+    figures: dict[str, Any] = {}
+    for name in options.models:
+        start = time.perf_counter()
+        engine = make_engine(name, options.kv_cache_tokens, "eager" if options.eager else "auto")
+        found: dict[str, Any] = {"start_s": time.perf_counter() - start}
+        if isinstance(engine.decode_steps, DecodeGraphs):
+            found["capture_s"] = engine.decode_steps.capture_s
+        rates = measure_rates()
+        found |= {"read_rate": rates.read, "product_rate": rates.product}
+        print(f"{name}: start {found['start_s']:.1f} s, capture {found.get('capture_s', 0):.1f} s, "
+              f"read {rates.read / 1e12:.2f} TB/s, product {rates.product / 1e12:.0f} TFLOP/s")  # fmt: skip
+        found["alone"] = alone = time_alone(engine, rates)
+        print(f"  alone     {alone['step_s'] * 1e3:.3f} ms a step, {alone['share']:.1%} of roofline "
+              f"({alone['least_s'] * 1e3:.3f} ms)")  # fmt: skip
+        if not options.alone:
+            found["workload"] = load = time_workload(engine, rates)
+            print(f"  workload  {load['s']:.2f} s, {load['tokens_per_s']:.0f} tok/s, "
+                  f"{load['share']:.1%} of roofline, {load['steps']} steps")  # fmt: skip
+        figures[name] = found
+        del engine
+        torch.cuda.empty_cache()
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump(figures, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,311 @@
+// Compiled without fused multiply-add, so that an element has the bits that the CPU gives it.
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "memory.cuh"
+#include "weightsync/cuda_core.hpp"
+#include "weightsync/float_codecs.hpp"
+#include "weightsync/rope_math.hpp"
+
+namespace weightsync {
+namespace {
+
+using cuda::as_stream;
+using cuda::check;
+using cuda::checked_device;
+using cuda::DeviceScope;
+
+constexpr int kEight = 8;
+constexpr int kMaxThreads = 512;
+constexpr int kGateThreads = 256;
+constexpr int kHeadWarps = 8;
+constexpr unsigned kMaxGridRows = 65535;
+
+template <typename Memory>
+__device__ bool is_aligned(const Memory* pointer) {
+    return reinterpret_cast<std::uintptr_t>(pointer) % 16 == 0;
+}
+
+// Up to eight elements, the rest zero; sixteen bytes at a time where they lie so.
+template <typename Type>
+__device__ void load_eight(const typename Type::Memory* source, int count,
+                           float (&values)[kEight]) {
+    using Memory = typename Type::Memory;
+    if (count >= kEight && is_aligned(source)) {
+        alignas(16) Memory raw[kEight];
+#pragma unroll
+        for (unsigned i = 0; i < sizeof(raw) / 16; ++i) {
+            reinterpret_cast<uint4*>(raw)[i] = reinterpret_cast<const uint4*>(source)[i];
+        }
+#pragma unroll
+        for (int i = 0; i < kEight; ++i) values[i] = Type::load(raw[i]);
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < kEight; ++i) values[i] = i < count ? Type::load(source[i]) : 0.0f;
+}
+
+template <typename Type>
+__device__ void store_eight(typename Type::Memory* target, int count,
+                            const typename Type::Memory (&values)[kEight]) {
+    if (count >= kEight && is_aligned(target)) {
+        alignas(16) typename Type::Memory raw[kEight];
+#pragma unroll
+        for (int i = 0; i < kEight; ++i) raw[i] = values[i];
+#pragma unroll
+        for (unsigned i = 0; i < sizeof(raw) / 16; ++i) {
+            reinterpret_cast<uint4*>(target)[i] = reinterpret_cast<const uint4*>(raw)[i];
+        }
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < kEight; ++i) {
+        if (i < count) target[i] = values[i];
+    }
+}
+
+__device__ float warp_total(float value) {
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) {
+        value += __shfl_xor_sync(0xFFFFFFFFu, value, distance);
+    }
+    return value;
+}
+
+// The same on every thread; warps in order.
+__device__ float block_total(float value) {
+    __shared__ float totals[kMaxThreads / 32];
+    value = warp_total(value);
+    const int num_warps = static_cast<int>(blockDim.x) / 32;
+    if (threadIdx.x % 32 == 0) totals[threadIdx.x / 32] = value;
+    __syncthreads();
+    float total = 0.0f;
+    for (int warp = 0; warp < num_warps; ++warp) total += totals[warp];
+    return total;
+}
+
+// Threads of a block that norms rows of a width: it decides the order of the sum.
+int norm_threads(std::int64_t width) {
+    const std::int64_t wanted = (width + kEight - 1) / kEight;
+    return static_cast<int>(std::clamp<std::int64_t>((wanted + 31) / 32 * 32, 32, kMaxThreads));
+}
+
+__device__ float norm_scale(float squares, std::int64_t width, float eps) {
+    return 1.0f / sqrtf(squares / static_cast<float>(width) + eps);
+}
+
+// Norms one row. `at(i, count, values)` gives elements from i on, and is called twice for each.
+template <typename Type, typename At>
+__device__ void norm_row(std::int64_t width, float eps, const typename Type::Memory* weight,
+                         typename Type::Memory* out, At&& at) {
+    const std::int64_t stride = static_cast<std::int64_t>(blockDim.x) * kEight;
+    float squares = 0.0f;
+    for (std::int64_t i = threadIdx.x * kEight; i < width; i += stride) {
+        float values[kEight];
+        at(i, static_cast<int>(min(width - i, static_cast<std::int64_t>(kEight))), true, values);
+#pragma unroll
+        for (float value : values) squares += value * value;
+    }
+    const float scale = norm_scale(block_total(squares), width, eps);
+    for (std::int64_t i = threadIdx.x * kEight; i < width; i += stride) {
+        const int count = static_cast<int>(min(width - i, static_cast<std::int64_t>(kEight)));
+        float values[kEight];
+        float weights[kEight];
+        typename Type::Memory normed[kEight];
+        at(i, count, false, values);
+        load_eight<Type>(weight + i, count, weights);
+#pragma unroll
+        for (int j = 0; j < kEight; ++j) {
+            normed[j] = scale_normed<Type>(values[j], scale, weights[j]);
+        }
+        store_eight<Type>(out + i, count, normed);
+    }
+}
+
+template <typename Type>
+__global__ __launch_bounds__(kMaxThreads) void norm_kernel(NormedRows rows) {
+    using Memory = typename Type::Memory;
+    const std::int64_t row = blockIdx.x / rows.num_groups;
+    const std::int64_t group = blockIdx.x % rows.num_groups;
+    const auto* input =
+        static_cast<const Memory*>(rows.input) + row * rows.row_stride + group * rows.group_stride;
+    norm_row<Type>(rows.width, rows.eps, static_cast<const Memory*>(rows.weight),
+                   static_cast<Memory*>(rows.output) + blockIdx.x * rows.width,
+                   [&](std::int64_t i, int count, bool, float (&values)[kEight]) {
+                       load_eight<Type>(input + i, count, values);
+                   });
+}
+
+template <typename Type>
+__global__ __launch_bounds__(kMaxThreads) void add_norm_kernel(AddedRows rows) {
+    using Memory = typename Type::Memory;
+    const std::int64_t start = blockIdx.x * rows.width;
+    auto* states = static_cast<Memory*>(rows.states) + start;
+    const auto* delta = static_cast<const Memory*>(rows.delta) + start;
+    norm_row<Type>(rows.width, rows.eps, static_cast<const Memory*>(rows.weight),
+                   static_cast<Memory*>(rows.output) + start,
+                   [&](std::int64_t i, int count, bool is_first, float (&values)[kEight]) {
+                       load_eight<Type>(states + i, count, values);
+                       if (!is_first) return;
+                       float added[kEight];
+                       Memory sums[kEight];
+                       load_eight<Type>(delta + i, count, added);
+#pragma unroll
+                       for (int j = 0; j < kEight; ++j) {
+                           sums[j] = Type::store(values[j] + added[j]);
+                           values[j] = Type::load(sums[j]);
+                       }
+                       store_eight<Type>(states + i, count, sums);
+                   });
+}
+
+template <typename Type>
+__global__ __launch_bounds__(kGateThreads) void gate_kernel(GatedRows rows) {
+    using Memory = typename Type::Memory;
+    const std::int64_t i =
+        (static_cast<std::int64_t>(blockIdx.x) * kGateThreads + threadIdx.x) * kEight;
+    if (i >= rows.width) return;
+    const int count = static_cast<int>(min(rows.width - i, static_cast<std::int64_t>(kEight)));
+    for (std::int64_t row = blockIdx.y; row < rows.num_rows; row += gridDim.y) {
+        const auto* gate = static_cast<const Memory*>(rows.gate_up) + row * rows.row_stride + i;
+        float gates[kEight];
+        float ups[kEight];
+        Memory out[kEight];
+        load_eight<Type>(gate, count, gates);
+        load_eight<Type>(gate + rows.width, count, ups);
+#pragma unroll
+        for (int j = 0; j < kEight; ++j) {
+            out[j] = Type::store(Type::load(Type::store(silu(gates[j]))) * ups[j]);
+        }
+        store_eight<Type>(static_cast<Memory*>(rows.output) + row * rows.width + i, count, out);
+    }
+}
+
+// One warp has one head of one row; a lane has every 32nd pair of elements that rotate together.
+template <typename Type>
+__device__ void place_rotated(const HeadRows& rows, const typename Type::Memory* head,
+                              const void* norm, std::int64_t position, typename Type::Memory* out) {
+    using Memory = typename Type::Memory;
+    const std::int64_t half = rows.head_dim / 2;
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const auto* weight = static_cast<const Memory*>(norm);
+    float scale = 1.0f;
+    if (weight != nullptr) {
+        float squares = 0.0f;
+        for (std::int64_t i = lane; i < half; i += 32) {
+            const float first = Type::load(head[i]);
+            const float second = Type::load(head[half + i]);
+            squares += first * first;
+            squares += second * second;
+        }
+        scale = norm_scale(warp_total(squares), rows.head_dim, rows.eps);
+    }
+    const auto* cos = static_cast<const Memory*>(rows.cos) + position * half;
+    const auto* sin = static_cast<const Memory*>(rows.sin) + position * half;
+    for (std::int64_t i = lane; i < half; i += 32) {
+        float first = Type::load(head[i]);
+        float second = Type::load(head[half + i]);
+        if (weight != nullptr) {
+            first = Type::load(scale_normed<Type>(first, scale, Type::load(weight[i])));
+            second = Type::load(scale_normed<Type>(second, scale, Type::load(weight[half + i])));
+        }
+        const RotatedPair<Type> pair =
+            rotate_pair<Type>(first, second, Type::load(cos[i]), Type::load(sin[i]));
+        out[i] = pair.first;
+        out[half + i] = pair.second;
+    }
+}
+
+template <typename Type>
+__global__ __launch_bounds__(kHeadWarps * 32) void heads_kernel(HeadRows rows) {
+    using Memory = typename Type::Memory;
+    const std::int64_t num_heads = rows.num_heads + 2 * rows.num_kv_heads;
+    const std::int64_t unit = static_cast<std::int64_t>(blockIdx.x) * kHeadWarps + threadIdx.x / 32;
+    if (unit >= rows.num_rows * num_heads) return;
+    const std::int64_t row = unit / num_heads;
+    const std::int64_t head = unit % num_heads;
+    auto* source = static_cast<Memory*>(rows.heads) + row * rows.row_stride + head * rows.head_dim;
+    if (head < rows.num_heads) {
+        place_rotated<Type>(rows, source, rows.query_norm, rows.positions[row], source);
+        return;
+    }
+    const std::int64_t slot = rows.slot_mapping[row];
+    if (slot < 0) return;
+    const bool is_key = head < rows.num_heads + rows.num_kv_heads;
+    const std::int64_t kv_head = (head - rows.num_heads) % rows.num_kv_heads;
+    auto* out = static_cast<Memory*>(is_key ? rows.cache_keys : rows.cache_values) +
+                (slot * rows.num_kv_heads + kv_head) * rows.head_dim;
+    if (is_key) {
+        place_rotated<Type>(rows, source, rows.key_norm, rows.positions[row], out);
+        return;
+    }
+    for (std::int64_t d = threadIdx.x % 32; d < rows.head_dim; d += 32) out[d] = source[d];
+}
+
+// Calls `launch` with the codec of a dtype.
+template <typename Launch>
+void with_type(FloatType dtype, Launch&& launch) {
+    switch (dtype) {
+        case FloatType::fp32:
+            return launch(Fp32{});
+        case FloatType::bf16:
+            return launch(Bf16{});
+        case FloatType::fp16:
+            return launch(Fp16{});
+    }
+    throw std::invalid_argument("row kernels: unknown dtype");
+}
+
+unsigned blocks_for(std::int64_t work, std::int64_t a_block) {
+    return static_cast<unsigned>((work + a_block - 1) / a_block);
+}
+
+}  // namespace
+
+void cuda_norm_rows(const NormedRows& rows, std::uintptr_t stream, int device) {
+    if (rows.num_rows == 0) return;
+    const DeviceScope scope(checked_device(device));
+    with_type(rows.dtype, [&](auto type) {
+        norm_kernel<decltype(type)><<<blocks_for(rows.num_rows * rows.num_groups, 1),
+                                      norm_threads(rows.width), 0, as_stream(stream)>>>(rows);
+    });
+    check(cudaGetLastError(), "launch of norm_kernel", device);
+}
+
+void cuda_add_norm_rows(const AddedRows& rows, std::uintptr_t stream, int device) {
+    if (rows.num_rows == 0) return;
+    const DeviceScope scope(checked_device(device));
+    with_type(rows.dtype, [&](auto type) {
+        add_norm_kernel<decltype(type)>
+            <<<blocks_for(rows.num_rows, 1), norm_threads(rows.width), 0, as_stream(stream)>>>(
+                rows);
+    });
+    check(cudaGetLastError(), "launch of add_norm_kernel", device);
+}
+
+void cuda_gate_rows(const GatedRows& rows, std::uintptr_t stream, int device) {
+    if (rows.num_rows == 0) return;
+    const DeviceScope scope(checked_device(device));
+    const auto grid_rows =
+        static_cast<unsigned>(std::min<std::int64_t>(rows.num_rows, kMaxGridRows));
+    const dim3 grid(blocks_for(rows.width, kGateThreads * kEight), grid_rows);
+    with_type(rows.dtype, [&](auto type) {
+        gate_kernel<decltype(type)><<<grid, kGateThreads, 0, as_stream(stream)>>>(rows);
+    });
+    check(cudaGetLastError(), "launch of gate_kernel", device);
+}
+
+void cuda_place_heads(const HeadRows& rows, std::uintptr_t stream, int device) {
+    if (rows.num_rows == 0) return;
+    const DeviceScope scope(checked_device(device));
+    const std::int64_t units = rows.num_rows * (rows.num_heads + 2 * rows.num_kv_heads);
+    with_type(rows.dtype, [&](auto type) {
+        heads_kernel<decltype(type)>
+            <<<blocks_for(units, kHeadWarps), kHeadWarps * 32, 0, as_stream(stream)>>>(rows);
+    });
+    check(cudaGetLastError(), "launch of heads_kernel", device);
+}
+
+}  // namespace weightsync
