@@ -19,7 +19,8 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("weightsync.cli",),
     ("weightsync.sender", "weightsync.receiver", "weightsync.facade", "engine_adapter"),
     (
-        "weightsync.link", "weightsync.source_ends", "weightsync.collector", "weightsync.crew",
+        "weightsync.link", "weightsync.source_ends", "weightsync.fill",
+        "weightsync.collector", "weightsync.crew",
         "weightsync.rank_sender", "weightsync.ranks", "weightsync.followers", "weightsync.machines",
         "weightsync.rank_calls", "weightsync.rank_work", "weightsync.rank_moves",
         "weightsync.rank_digests", "weightsync.rank_session", "weightsync.sources",
