@@ -117,6 +117,7 @@ class GlooCollective(Collective):
     """See the module."""
 
     name = "gloo"
+    holds_device = False
 
     def __init__(self, group: Any, ports: frozenset[int]) -> None:
         """``ports``: those that the gloo of every member listens on."""
