@@ -76,7 +76,8 @@ class NcclCollective(Collective):
         self._communicator = communicator
         self._index = cuda_index(device)
         self._lane = _take_lane(self._index)
-        self._stream = stream_of(self._index, self._lane)
+        # Before packing and unpacking, or the links would stand idle until those have ended.
+        self._stream = stream_of(self._index, self._lane, priority=-1)
         self._events: list[int] = []
         self._num_events = 0
         self._lock = threading.Lock()
