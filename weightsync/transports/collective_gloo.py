@@ -104,10 +104,13 @@ class _GlooPending(Pending):
         if work is None:
             return True
         try:
-            work.wait(timedelta(seconds=limit_s))
+            try:
+                work.wait(timedelta(seconds=limit_s))
+            except RuntimeError:
+                if not work.is_completed():
+                    return False  # only this wait ran out
+                work.wait(timedelta(seconds=1))  # it ended in between: how?
         except RuntimeError as error:
-            if not work.is_completed():
-                return False  # only this wait ran out
             raise TransportError(f"gloo: {self._group.why(error)}") from error
         self._work = self._tensor = None
         return True
