@@ -284,7 +284,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--tiny", action="store_true", help="small sizes: does it run?")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--bucket", default="16MiB", help="bytes of a slot")
+    parser.add_argument("--bucket", default="64MiB", help="bytes of a slot")
     parser.add_argument("--slots", type=int, default=3)
     parser.add_argument("--json", type=Path, help="write every result here")
     parser.add_argument("--case", help="one of the cases only")

@@ -72,7 +72,7 @@ std::uint64_t cuda_map_handles(const std::vector<std::uint64_t>&, const std::vec
 void cuda_unmap_handles(std::uint64_t, const std::vector<std::uint64_t>&, int device) {
     fail("cuda_unmap_handles", device);
 }
-std::uint64_t cuda_create_stream(int device) { fail("cuda_create_stream", device); }
+std::uint64_t cuda_create_stream(int device, int) { fail("cuda_create_stream", device); }
 void cuda_wait_stream(std::uint64_t, int device) { fail("cuda_wait_stream", device); }
 std::uint64_t cuda_create_event(int device) { fail("cuda_create_event", device); }
 void cuda_destroy_event(std::uint64_t, int device) { fail("cuda_destroy_event", device); }

@@ -22,8 +22,8 @@ LEVELS: tuple[tuple[str, ...], ...] = (
         "engine_adapter",
     ),
     (
-        "weightsync.link", "weightsync.source_ends", "weightsync.collector", "weightsync.crew",
-        "weightsync.store_sender",
+        "weightsync.link", "weightsync.source_ends", "weightsync.fill",
+        "weightsync.collector", "weightsync.crew", "weightsync.store_sender",
         "weightsync.rank_sender", "weightsync.ranks", "weightsync.followers", "weightsync.machines",
         "weightsync.rank_calls", "weightsync.rank_work", "weightsync.rank_moves",
         "weightsync.rank_digests", "weightsync.rank_session", "weightsync.rank_store", "weightsync.sources",

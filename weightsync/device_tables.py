@@ -110,11 +110,14 @@ _streams: dict[tuple[int, int], int] = {}
 _streams_lock = threading.Lock()
 
 
-def stream_of(index: int, lane: int = 0) -> int:
-    """A stream that our work on a device runs on, made once a process; lanes wait for nobody."""
+def stream_of(index: int, lane: int = 0, priority: int = 0) -> int:
+    """A stream that our work on a device runs on, made once a process; lanes wait for nobody.
+
+    ``priority`` counts when it is made: below 0 goes before other work that is ready.
+    """
     with _streams_lock:
         if (index, lane) not in _streams:
-            _streams[index, lane] = native.extension.cuda_create_stream(index)
+            _streams[index, lane] = native.extension.cuda_create_stream(index, priority)
         return _streams[index, lane]
 
 

@@ -32,6 +32,7 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.faults import reach
+from weightsync.fill import FillSeat
 from weightsync.kept import NUM_KEPT
 from weightsync.layout import Layout
 from weightsync.messages import (
@@ -322,10 +323,12 @@ class EngineLink:
         bound: Bound,
         published: Sequence[Publication],
         token: CancelToken,
+        seat: FillSeat,
     ) -> None:
         """Returns when the engine has read everything: the sources may then change.
 
-        ``published`` is what all ranks said of the same tensors.
+        ``published`` is what all ranks said of the same tensors; ``seat`` is this engine's among those
+        that may be sent the same slots.
         """
         reach("trainer.move")
         sources = [list(entry) for entry in published]
@@ -334,11 +337,12 @@ class EngineLink:
         )
         limit_s = self._stage_limit_s
         if bound.plan.contract is Contract.DIRECT:
+            seat.leave()
             self._wait(ask, limit_s, "move")
             self.ends.was_told(published)
             return
         asked = self._pool.submit(self._wait, ask, limit_s, "move")
-        self._fill(session_id, move_id, bound, asked, token)
+        self._fill(session_id, move_id, bound, asked, token, seat)
 
     def _fill(
         self,
@@ -347,6 +351,7 @@ class EngineLink:
         bound: Bound,
         asked: Future[dict[str, Any]],
         token: CancelToken,
+        seat: FillSeat,
     ) -> None:
         """Fill slots while the engine empties them; the engine's own error says more than ours."""
         asked.add_done_callback(
@@ -360,7 +365,7 @@ class EngineLink:
                     future.add_done_callback(
                         lambda f: token.cancel("a trainer rank failed") if f.exception() else None
                     )
-            self.ends.fill(bound, session_id, move_id, token)
+            self.ends.fill(bound, session_id, move_id, token, seat)
             self._wait_for_all([asked, *others])
         except BaseException as error:
             self._give_fill_up(session_id, error, others)

@@ -22,6 +22,7 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.faults import reach
+from weightsync.fill import FillSeat
 from weightsync.kept import NUM_KEPT, Kept
 from weightsync.layout import Layout
 from weightsync.naming import Rule
@@ -307,7 +308,9 @@ class _Engine:
             self._filling.add(session_id)
         try:
             token = self._token(session_id)
-            self.ends.fill(self._plan(what), session_id, int(what["move_id"]), token)
+            self.ends.fill(
+                self._plan(what), session_id, int(what["move_id"]), token, FillSeat.alone()
+            )
         finally:
             with self._lock:
                 self._filling.discard(session_id)

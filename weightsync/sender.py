@@ -29,6 +29,7 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.faults import reach
+from weightsync.fill import FillMeeting, FillSeat
 from weightsync.kept import Kept
 from weightsync.layout import Layout
 from weightsync.link import EngineLink, new_session_id
@@ -385,7 +386,11 @@ class Update:
         self._num_moves = max(self._num_moves, move_id + 1)
         taken: Kept[str, Digests] = Kept()  # engines of one layout share their plan
 
+        live = [i for i, session in enumerate(self._sessions) if session.error is None]
+        meeting = FillMeeting(live)
+
         def act(session: _Session) -> None:
+            seat = FillSeat(meeting, next(i for i, s in enumerate(self._sessions) if s is session))
             try:
                 bound, digests, published = self._ready(
                     session, lambda: self._describe(session, tensors, source, taken)
@@ -394,11 +399,15 @@ class Update:
                     session.ahead = self._sender._pool.submit(
                         self._manifests, session, [(bound.shares, digests)]
                     )
-                session.link.move(session.session_id, move_id, bound, published, session.token)
+                session.link.move(
+                    session.session_id, move_id, bound, published, session.token, seat
+                )
             except WeightSyncError:
                 # What another rank lost shows here only by its error: all join their transports anew.
                 session.link.is_stale |= self._sender._crew is not None
                 raise
+            finally:
+                seat.leave()
             reach("trainer.moved")
             session.moves.append((bound.shares, digests))
             session.num_bytes += bound.plan.total_bytes

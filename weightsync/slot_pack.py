@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,13 +22,17 @@ class SlotPack:
     words: bytes
     data_bytes: int
     device: str
+    #: Equal for packs that fill a slot with the same bytes from the same memory.
+    identity: bytes = b""
 
     @classmethod
     def make(cls, rows: Table, words: bytes, device: str) -> SlotPack:
         """``rows``: sources are addresses on ``device``, targets are offsets within the slot."""
         cuts = np.frombuffer(words, dtype="<i8").reshape(-1, 4)
         data_bytes = int((cuts[:, 2] + cuts[:, 3]).max(initial=0))
-        return cls(segment_copy(rows, device), words, data_bytes, device)
+        identity = hashlib.blake2b(rows.tobytes(), digest_size=16)
+        identity.update(words)
+        return cls(segment_copy(rows, device), words, data_bytes, device, identity.digest())
 
     @property
     def words_offset_bytes(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -25,7 +25,7 @@ from weightsync.device_tables import (
 from weightsync.digest import part_rows
 from weightsync.digest_shares import DigestShares
 from weightsync.errors import CancelledError, ConfigError, ProtocolError
-from weightsync.faults import reach
+from weightsync.fill import FillJob, FillSeat, fill_all
 from weightsync.layout import Layout
 from weightsync.manifest import Digests
 from weightsync.messages import AttachRequest
@@ -34,13 +34,7 @@ from weightsync.pair_plan import pair_plan
 from weightsync.plan import RefitPlan, slot_bytes
 from weightsync.slot_pack import SlotPack
 from weightsync.tensors import LocalTensors
-from weightsync.transports.base import (
-    RingOptions,
-    SlotHeader,
-    SourceEndpoint,
-    StreamSource,
-    Transport,
-)
+from weightsync.transports.base import RingOptions, SourceEndpoint, Transport
 from weightsync.types import Availability, Contract, RegionAddress
 
 _GRACE_S: Final = 5.0
@@ -219,61 +213,24 @@ class SourceEnds:
 
     # --- streams ------------------------------------------------------------------------------------
 
-    def fill(self, bound: Bound, session_id: str, move_id: int, token: CancelToken) -> None:
+    def fill(
+        self, bound: Bound, session_id: str, move_id: int, token: CancelToken, seat: FillSeat
+    ) -> None:
         """Fill slots while the engine empties them; returns when it has emptied all."""
         limit_s = self._options.deadline_s
         deadline = Deadline(limit_s, peer=self._client.peer, stage="move", token=token)
         synchronize(bound.device)  # with whatever writes the sources
-        if len(bound.targets) <= 1:
-            for target in bound.targets:
-                self._fill_rank(target, bound, session_id, move_id, deadline)
-            return
-        with ThreadPoolExecutor(len(bound.targets), "weightsync-fill") as pool:
-            fills = [
-                pool.submit(self._fill_rank, target, bound, session_id, move_id, deadline)
-                for target in bound.targets
-            ]
-            for future in fills:
-                future.add_done_callback(
-                    lambda f: token.cancel("another rank failed") if f.exception() else None
-                )
-        _raise_first(fills)
-
-    def _fill_rank(
-        self, target: int, bound: Bound, session_id: str, move_id: int, deadline: Deadline
-    ) -> None:
-        packs = bound.packs[target]
         size = slot_bytes(bound.plan.bucket_bytes)
         ring = RingOptions(self._options.num_slots, size, bound.device)
-        start_s = time.perf_counter()
-        stream = self._endpoint(target).stream(ring, deadline)
-        self._spent("register", time.perf_counter() - start_s)
-        stream.begin_move(session_id, deadline)
-        for i, pack in enumerate(packs):
-            place = (session_id, move_id, i, i == len(packs) - 1)
-            self._fill_slot(stream, pack, place, deadline)
-            reach("trainer.bucket")
-        stream.flush(deadline)
-
-    def _fill_slot(
-        self,
-        stream: StreamSource,
-        pack: SlotPack,
-        place: tuple[str, int, int, bool],
-        deadline: Deadline,
-    ) -> None:
-        session_id, move_id, sequence, is_last = place
-        slot = stream.acquire(deadline)
-        cancel = None if deadline.token is None else deadline.token.native_flag
-        start_s = time.perf_counter()
-        pack.fill(slot.ptr, num_threads=self._options.num_threads, cancel=cancel)
-        self._spent("pack", time.perf_counter() - start_s)
-        deadline.check()
-        behind, num_words = pack.words_offset_bytes, len(pack.words)
-        header = SlotHeader(
-            session_id, move_id, sequence, pack.data_bytes, behind, num_words, is_last
-        )
-        stream.submit(slot, header)
+        is_shared = self._transport.capabilities().streams_to_many
+        jobs = [
+            FillJob(
+                seat.engine, target, self._endpoint(target), bound.packs[target], ring, session_id,
+                move_id, deadline, is_shared,
+            )
+            for target in bound.targets
+        ]  # fmt: skip
+        fill_all(self._transport, seat, jobs, self._options.num_threads, self._spent)
 
     # --- end ----------------------------------------------------------------------------------------
 
@@ -329,15 +286,6 @@ def both_ends(ours: Mapping[Contract, Availability], theirs: Contracts) -> Contr
         here = ours.get(contract)
         found[contract] = here if here is not None and not here.is_usable else there
     return found
-
-
-def _raise_first(futures: Sequence[Future[None]]) -> None:
-    """The error that was not the cancelling of the others by it, if there is one."""
-    errors = [f.exception() for f in futures]
-    real = [e for e in errors if e is not None and not isinstance(e, CancelledError)]
-    for error in [*real, *errors]:
-        if error is not None:
-            raise error
 
 
 def contracts_to_json(contracts: Mapping[Contract, Availability]) -> dict[str, Any]:

@@ -59,7 +59,8 @@ void bind_cuda_memory(py::module_& module) {
                py::arg("device"), released());
     module.def("cuda_unmap_handles", &cuda_unmap_handles, py::arg("base"), py::arg("num_bytes"),
                py::arg("device"), released());
-    module.def("cuda_create_stream", &cuda_create_stream, py::arg("device"), released());
+    module.def("cuda_create_stream", &cuda_create_stream, py::arg("device"),
+               py::arg("priority") = 0, released());
     module.def("cuda_wait_stream", &cuda_wait_stream, py::arg("stream"), py::arg("device"),
                released());
     module.def("cuda_create_event", &cuda_create_event, py::arg("device"), released());

@@ -155,11 +155,11 @@ void cuda_unmap(std::uint64_t base, int device) {
     --cuda::num_mappings;
 }
 
-std::uint64_t cuda_create_stream(int device) {
+std::uint64_t cuda_create_stream(int device, int priority) {
     const DeviceScope scope(checked_device(device));
     cudaStream_t stream = nullptr;
-    check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags",
-          device);
+    check(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, priority),
+          "cudaStreamCreateWithPriority", device);
     return as_address(stream);
 }
 

@@ -83,7 +83,7 @@ class FakeDevice:
             "cuda_current_device": lambda: 0,
             "cuda_device_uuid": lambda device: UUID,
             "cuda_free_bytes": lambda device: 2**40,
-            "cuda_create_stream": lambda device: 1,
+            "cuda_create_stream": lambda device, priority: 1,
             "cuda_create_event": lambda device: 1,
             "cuda_elapsed_s": lambda *_: 1e-6,
             "cuda_wait_stream": nothing,

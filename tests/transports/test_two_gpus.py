@@ -110,6 +110,7 @@ def test_two_ranks_on_one_gpu_are_told_what_to_use() -> None:
         far("make", 1)
         broadcast(far, receiver)
         assert "use transport='ipc'" in far.failure("refit", 1, 5)
+        far("close")
         far("connect", receiver.url, {"transport": "ipc"})
         assert far("refit", 2, 6)["outcome"] == "committed"
         assert_holds(module, 6)

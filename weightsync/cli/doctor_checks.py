@@ -11,6 +11,7 @@ from pathlib import Path
 
 from weightsync import native
 from weightsync.cli.doctor_findings import Finding, Verdict
+from weightsync.cli.doctor_groups import group_findings, pair_findings
 from weightsync.cli.doctor_transports import devices_here, transport_findings
 from weightsync.cli.versions import gpu, network_cards, ucx_version, versions
 from weightsync.device_tables import cuda_remedy
@@ -23,7 +24,7 @@ _SMALL_SHM_BYTES = 256 * 2**20
 
 def run_doctor(*, device: str | None, is_json: bool) -> int:
     """Check, print; the exit status is 1 when no transport between processes works at all."""
-    about = [*machine_findings(), *package_findings()]
+    about = [*machine_findings(), *package_findings(), *group_findings(), *pair_findings()]
     if not is_json:
         _print_versions()
         _print(about)

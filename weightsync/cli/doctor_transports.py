@@ -72,7 +72,7 @@ def _try(name: str, contract: Contract, device: str, url: str, tensor: object) -
     except WeightSyncError as error:
         return Finding(what, Verdict.NO, str(error))
     if have is None:
-        return Finding(what, Verdict.NO, "this transport has no such contract")
+        return Finding(what, Verdict.INFO, "this transport has no such contract")
     if not have.is_usable:
         return Finding(what, Verdict.NO, have.reason, have.remedy)
     if name == "loopback":

@@ -13,8 +13,9 @@ import contextlib
 import copy
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from weightsync.deadline import CancelToken, Deadline
@@ -38,7 +39,9 @@ from weightsync.transports.ring import RING_TARGET_KINDS, RingTarget, stride_byt
 
 GROUP_KIND: Final = "group"
 _LISTEN_S: Final = 0.5
-_SETTLE_S: Final = 2.0
+_SETTLE_S: Final = 0.5
+#: The longest that a trainer may stand still between announcing a broadcast and ending it.
+_STALL_S: Final = 60.0
 
 #: Memory that a group wrote into when it was given up, of broadcasts that would not end.
 _parked: list[Pin] = []
@@ -61,6 +64,7 @@ class _Arrived:
     pin: Pin | None = None
     group: JoinedGroup | None = None
     is_over: bool = False
+    since_s: float = field(default_factory=time.monotonic)
 
 
 #: Joins the group that a frame describes.
@@ -106,6 +110,17 @@ class Landing:
             raise PeerLostError(
                 f"{error} (stage {deadline.stage!r}, after {deadline.elapsed_s():.1f} s)"
             ) from error
+        except (DeadlineError, CancelledError):
+            self._stop_what_holds_a_device()
+            raise
+
+    def _stop_what_holds_a_device(self) -> None:
+        """The caller gave up: a kernel would wait for the trainer, and others for the device."""
+        group, head = self._group, self._head
+        if group is None or head is None or head.pending is None:
+            return
+        if group.collective.holds_device and not _is_over(head.pending):
+            self._give_up()
 
     def _finish(self, item: _Arrived, deadline: Deadline) -> Frame:
         """Wait for the broadcast behind a frame; a caller that gives up finds it here again."""
@@ -124,7 +139,7 @@ class Landing:
     def _broken(self, error: TransportError) -> WeightSyncError:
         """The group is of no use any more, for anybody: the channel's end tells the trainer."""
         reason = lost_of(self._channel.lost)
-        self._channel.close()
+        self._give_up()
         return error if reason is None else PeerLostError(reason)
 
     def _check(self) -> None:
@@ -177,6 +192,7 @@ class Landing:
 
     def _listen(self) -> None:
         deadline = Deadline(_LISTEN_S, peer="channel", stage="listen", token=self._stop)
+        self._check_stall()
         with contextlib.suppress(DeadlineError):
             while True:
                 message, fds = self._channel.receive(deadline)
@@ -188,6 +204,16 @@ class Landing:
                         self._change(message)
                     case _:
                         self._arrived.put(_Arrived(message))
+
+    def _check_stall(self) -> None:
+        """One that never ends holds a device, and whoever waits for that."""
+        late_s = time.monotonic() - _STALL_S
+        for item in self._under_way:
+            is_late = item.since_s < late_s and not item.is_over and item.pending is not None
+            if is_late and item.pending is not None and not _is_over(item.pending):
+                raise TransportError(
+                    f"a broadcast that was announced did not end within {_STALL_S:.0f} s"
+                )
 
     def _land(self, message: dict[str, Any]) -> _Arrived:
         group = self._group

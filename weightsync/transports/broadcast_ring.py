@@ -8,13 +8,15 @@ part; a slot is free when every target has released it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from weightsync.deadline import Deadline
 from weightsync.device_tables import Memory, Pin
 from weightsync.errors import (
+    CancelledError,
     ConfigError,
     DeadlineError,
     PeerLostError,
@@ -75,6 +77,10 @@ class GroupRing(GroupSource):
         self._sessions: list[str] = []
 
     def begin_move(self, session_ids: Sequence[str], deadline: Deadline) -> None:
+        with self._stopped_if_given_up():
+            self._begin_move(session_ids, deadline)
+
+    def _begin_move(self, session_ids: Sequence[str], deadline: Deadline) -> None:
         self.check()
         if len(session_ids) != len(self._members):
             raise ConfigError(f"{len(session_ids)} sessions for {len(self._members)} targets")
@@ -97,14 +103,15 @@ class GroupRing(GroupSource):
 
     def acquire(self, deadline: Deadline) -> Slot:
         reach("stream.acquire")
-        self._take_arrived()
-        while not self._free:
-            busy = next(m for m in self._members if m.submitted)
-            self._take(busy, deadline)
-        self.check()
-        deadline.check()
-        index = self._free[0]
-        self._finish(index, deadline)
+        with self._stopped_if_given_up():
+            self._take_arrived()
+            while not self._free:
+                busy = next(m for m in self._members if m.submitted)
+                self._take(busy, deadline)
+            self.check()
+            deadline.check()
+            index = self._free[0]
+            self._finish(index, deadline)
         self._free.popleft()
         ptr = self._memory.ptr + index * stride_bytes(self._options)
         slot = Slot(index, ptr, self._options.slot_bytes)
@@ -144,12 +151,24 @@ class GroupRing(GroupSource):
 
     def flush(self, deadline: Deadline) -> None:
         reach("stream.flush")
-        self._take_arrived()
-        for member in self._members:
-            while member.submitted:
-                self._take(member, deadline)
-        for index in list(self._sent):
-            self._finish(index, deadline)
+        with self._stopped_if_given_up():
+            self._take_arrived()
+            for member in self._members:
+                while member.submitted:
+                    self._take(member, deadline)
+            for index in list(self._sent):
+                self._finish(index, deadline)
+
+    @contextmanager
+    def _stopped_if_given_up(self) -> Iterator[None]:
+        """On a device no broadcast goes on behind a caller that gave up: its kernel would wait for the
+        others for ever, and whoever waits for the device with it."""
+        try:
+            yield
+        except (DeadlineError, CancelledError) as error:
+            if self._collective.holds_device and self.park():
+                self._end(f"given up in the middle of a broadcast: {error}")
+            raise
 
     def check(self) -> None:
         """Raise :class:`PeerLostError` if one of the targets is known to be gone: they share fate."""
@@ -157,7 +176,7 @@ class GroupRing(GroupSource):
             member.inbox.check()
 
     def park(self) -> list[Pin]:
-        """At the end: memory of broadcasts that do not end, to be kept."""
+        """Memory of broadcasts that do not end now."""
         return [sent.pin for sent in self._sent.values() if not _has_ended(sent.pending)]
 
     def _finish(self, index: int, deadline: Deadline) -> None:
@@ -177,8 +196,12 @@ class GroupRing(GroupSource):
         if isinstance(error, TransportError):
             reason = lost_of(self._lost)
             error = error if reason is None else PeerLostError(reason)
-        self._abort(f"{type(error).__name__}: {error}")
+        self._end(f"{type(error).__name__}: {error}")
         return error
+
+    def _end(self, reason: str) -> None:
+        self._collective.abort()
+        self._abort(reason)
 
     def _lost(self) -> str | None:
         found = (member.inbox.link.lost() for member in self._members)
@@ -204,7 +227,7 @@ class GroupRing(GroupSource):
     def _check_others(self, member: _Member, deadline: Deadline) -> None:
         for other in self._members:
             if other is not member and (reason := other.inbox.link.lost()) is not None:
-                self._abort(f"another engine of the group is gone: {reason}")
+                self._end(f"another engine of the group is gone: {reason}")
                 raise PeerLostError(f"{reason} (stage {deadline.stage!r}; it shares a group)")
 
     def _take_arrived(self) -> None:

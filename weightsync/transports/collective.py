@@ -50,6 +50,8 @@ class Collective(ABC):
 
     #: For people: ``gloo``, ``NCCL 2.28.9``.
     name: str
+    #: A broadcast that waits for the others occupies a device, and with it whoever waits for that.
+    holds_device: bool
 
     @abstractmethod
     def broadcast(self, ptr: int, num_bytes: int) -> Pending:

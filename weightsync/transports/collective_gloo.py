@@ -104,10 +104,13 @@ class _GlooPending(Pending):
         if work is None:
             return True
         try:
-            work.wait(timedelta(seconds=limit_s))
+            try:
+                work.wait(timedelta(seconds=limit_s))
+            except RuntimeError:
+                if not work.is_completed():
+                    return False  # only this wait ran out
+                work.wait(timedelta(seconds=1))  # it ended in between: how?
         except RuntimeError as error:
-            if not work.is_completed():
-                return False  # only this wait ran out
             raise TransportError(f"gloo: {self._group.why(error)}") from error
         self._work = self._tensor = None
         return True
@@ -117,6 +120,7 @@ class GlooCollective(Collective):
     """See the module."""
 
     name = "gloo"
+    holds_device = False
 
     def __init__(self, group: Any, ports: frozenset[int]) -> None:
         """``ports``: those that the gloo of every member listens on."""

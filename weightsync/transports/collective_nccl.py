@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 import weakref
@@ -14,11 +15,28 @@ from weightsync.errors import TransportError
 from weightsync.transports import nccl_binding
 from weightsync.transports.collective import Check, Collective, Pending, Seat, run_aside
 
-#: A lane for each group would let two of them wait for each other on one device.
-_LANE: Final = 7
+#: Lanes from here on are for groups, one each: on one stream two groups would wait for each other.
+_FIRST_LANE: Final = 16
 _POLL_S: Final = 20e-6
 _STATE_EVERY_S: Final = 0.01
 _MAX_EVENTS: Final = 64
+
+
+_lanes: dict[int, set[int]] = {}  # taken, by device
+_lanes_lock = threading.Lock()
+
+
+def _take_lane(index: int) -> int:
+    with _lanes_lock:
+        taken = _lanes.setdefault(index, set())
+        lane = next(n for n in itertools.count(_FIRST_LANE) if n not in taken)
+        taken.add(lane)
+        return lane
+
+
+def _give_lane(index: int, lane: int) -> None:
+    with _lanes_lock:
+        _lanes[index].discard(lane)
 
 
 class _NcclPending(Pending):
@@ -49,17 +67,22 @@ class _NcclPending(Pending):
 
 
 class NcclCollective(Collective):
-    """See the module. Work runs on one stream of our own."""
+    """See the module. Work runs on a stream of its own."""
+
+    holds_device = True
 
     def __init__(self, communicator: nccl_binding.Communicator, device: str) -> None:
         self.name = f"NCCL {nccl_binding.version_text(nccl_binding.version())}"
         self._communicator = communicator
         self._index = cuda_index(device)
-        self._stream = stream_of(self._index, _LANE)
+        self._lane = _take_lane(self._index)
+        # Before packing and unpacking, or the links would stand idle until those have ended.
+        self._stream = stream_of(self._index, self._lane, priority=-1)
         self._events: list[int] = []
         self._num_events = 0
         self._lock = threading.Lock()
-        weakref.finalize(self, communicator.abort).atexit = False
+        self._end = weakref.finalize(self, _end, communicator, self._index, self._lane)
+        self._end.atexit = False
 
     def broadcast(self, ptr: int, num_bytes: int) -> Pending:
         with self._lock, cuda_errors("NCCL"):
@@ -88,13 +111,18 @@ class NcclCollective(Collective):
         self._communicator.check()
 
     def abort(self) -> None:
-        self._communicator.abort()
+        self._end()
         with self._lock:
             events, self._events = self._events, []
             self._num_events -= len(events)
         with cuda_errors("NCCL"):
             for event in events:
                 native.extension.cuda_destroy_event(event, self._index)
+
+
+def _end(communicator: nccl_binding.Communicator, index: int, lane: int) -> None:
+    communicator.abort()
+    _give_lane(index, lane)
 
 
 def make_nccl(

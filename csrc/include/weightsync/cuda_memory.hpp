@@ -76,8 +76,9 @@ std::uint64_t cuda_map_handles(const std::vector<std::uint64_t>& handles,
 void cuda_unmap_handles(std::uint64_t base, const std::vector<std::uint64_t>& num_bytes,
                         int device);
 
-// A stream that never waits for the legacy default stream.
-std::uint64_t cuda_create_stream(int device);
+// A stream that never waits for the legacy default stream. Of work that is ready, that with the
+// lower priority number goes first, as far as the device has levels.
+std::uint64_t cuda_create_stream(int device, int priority);
 void cuda_wait_stream(std::uint64_t stream, int device);
 // Marks on a stream; the time between two that were passed is the device's own.
 std::uint64_t cuda_create_event(int device);
