@@ -284,8 +284,10 @@ class StoreFollower:
         try:
             report = self.pull()
         except WeightSyncError as error:
-            if str(error) != str(self.error):
-                _LOG.warning("following %s: %s", self._directory, error)
+            is_waiting = self._held is None and isinstance(error, UnavailableError)
+            if str(error) != str(self.error):  # nothing published yet is no fault
+                level = logging.INFO if is_waiting else logging.WARNING
+                _LOG.log(level, "following %s: %s", self._directory, error)
             self.error = error
             return
         self.error = None
