@@ -120,6 +120,23 @@ def delta_scatter(
     values_ptr: int,
     count: int,
 ) -> None: ...
+def delta_exchange(
+    element_bytes: int,
+    target_ptr: int,
+    num_elements: int,
+    positions_ptr: int,
+    values_ptr: int,
+    former_ptr: int,
+    count: int,
+) -> None: ...
+def delta_count_different(
+    element_bytes: int,
+    target_ptr: int,
+    num_elements: int,
+    positions_ptr: int,
+    values_ptr: int,
+    count: int,
+) -> int: ...
 def has_cuda() -> bool: ...
 def build_info() -> BuildInfo: ...
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from weightsync import native
+from weightsync import native, native_delta
 from weightsync.binding import Spot
 from weightsync.codec import Changes
 from weightsync.codec.spans import Bytes
@@ -45,22 +45,46 @@ class Write:
 
     def put(self) -> None:
         """Write, keeping the old values."""
-        self.former = self.view[self.positions]
-        self.view[self.positions] = self.values
+        if self.positions.dtype != np.uint32:
+            self.former = self.view[self.positions]
+            self.view[self.positions] = self.values
+            return
+        former = np.empty_like(self.values)
+        self._exchange(self.values, former)  # raises before the first byte, or not at all
+        self.former = former
 
     def check(self) -> None:
         """Raises :class:`IntegrityError` unless every element holds its new value."""
         self._compare(self.values, "written")
 
     def take_back(self) -> None:
-        """Undo :meth:`put`, if it was begun. Raises :class:`IntegrityError` if that cannot be seen."""
+        """Undo :meth:`put`, if it was done. Raises :class:`IntegrityError` if that cannot be seen."""
         if self.former is None:
             return
         self.view[self.positions] = self.former
         self._compare(self.former, "taken back")
 
+    def _exchange(self, values: npt.NDArray[Any], former: npt.NDArray[Any]) -> None:
+        native_delta.exchange(
+            self.view.itemsize,
+            (self.view.ctypes.data, self.view.size),
+            self.positions.ctypes.data,
+            values.ctypes.data,
+            former.ctypes.data,
+            self.values.size,
+        )
+
     def _compare(self, expected: npt.NDArray[Any], what: str) -> None:
-        wrong = int(np.count_nonzero(self.view[self.positions] != expected))
+        if self.positions.dtype == np.uint32:
+            wrong = native_delta.count_different(
+                self.view.itemsize,
+                (self.view.ctypes.data, self.view.size),
+                self.positions.ctypes.data,
+                expected.ctypes.data,
+                expected.size,
+            )
+        else:
+            wrong = int(np.count_nonzero(self.view[self.positions] != expected))
         if wrong:
             raise IntegrityError(f"{wrong} of {expected.size} elements are not what was {what}")
 

@@ -237,20 +237,20 @@ class RankStore:
 class DeltaApply:
     """The writes of a delta, put under a pause and taken back if anything fails."""
 
-    def __init__(self, fetched: Fetched) -> None:
+    def __init__(self, fetched: Fetched, num_threads: int) -> None:
         self._writes = fetched.writes
+        self._threads = num_threads
         self._is_begun = False
 
     def put(self) -> None:
         """Write everything, then read every written element back. Raises :class:`IntegrityError`."""
         self._is_begun = True
         half = len(self._writes) // 2
-        for number, write in enumerate(self._writes):
-            if number == half:
-                reach("engine.half_placed")
-            write.put()
-        for write in self._writes:
-            write.check()
+        with ThreadPoolExecutor(self._threads, "weightsync-scatter") as pool:
+            _all(pool, Write.put, self._writes[:half])
+            reach("engine.half_placed")
+            _all(pool, Write.put, self._writes[half:])
+            _all(pool, Write.check, self._writes)
 
     def take_back(self) -> bool:
         """Restore what was overwritten; whether there was anything. Raises :class:`IntegrityError`
@@ -261,6 +261,22 @@ class DeltaApply:
             write.take_back()
         self._is_begun = False
         return True
+
+
+def _all(pool: ThreadPoolExecutor, act: Callable[[Write], None], writes: Sequence[Write]) -> None:
+    """On all of them, in batches: when this returns or raises, none of it runs any more."""
+    size = max(1, len(writes) // 64)
+    batches = [writes[i : i + size] for i in range(0, len(writes), size)]
+
+    def run(batch: Sequence[Write]) -> None:
+        for write in batch:
+            act(write)
+
+    futures = [pool.submit(run, batch) for batch in batches]
+    errors = [future.exception() for future in futures]
+    for error in errors:
+        if error is not None:
+            raise error
 
 
 def _check_form(meta: TensorMeta, forms: Sequence[TensorMeta]) -> None:

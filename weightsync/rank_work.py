@@ -200,7 +200,7 @@ class RankWork:
         with opened.stats.timed("fetch"), self._looking("while reading"):
             if is_delta:
                 opened.fetched = self._store.decode(source, deadline)
-                opened.delta = DeltaApply(opened.fetched)
+                opened.delta = DeltaApply(opened.fetched, self._threads)
             else:
                 opened.fetched = self._store.land(opened, source, deadline)
                 opened.coverage.brought_whole()
