@@ -200,7 +200,7 @@ class RankWork:
         with opened.stats.timed("fetch"), self._looking("while reading"):
             if is_delta:
                 opened.fetched = self._store.decode(source, deadline)
-                opened.delta = DeltaApply(opened.fetched, self._threads)
+                opened.delta = DeltaApply(opened.fetched, self._device, self._threads)
             else:
                 opened.fetched = self._store.land(opened, source, deadline)
                 opened.coverage.brought_whole()
@@ -346,6 +346,8 @@ class RankWork:
         reach("engine.resume")
         self._version = job.version
         self._unpause()
+        if self._open is not None and self._open.delta is not None:
+            self._open.delta.close()
         self._open = None
         reach("engine.resumed")
 
@@ -364,6 +366,8 @@ class RankWork:
                 self._adapter.refuse(taint)
             self._call_on_abort(job.spec)
             self._unpause()
+            if self._open is not None and self._open.delta is not None:
+                self._open.delta.close()
             self._open = None
 
     def _take_back(self, opened: OpenSession) -> None:
