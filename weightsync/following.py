@@ -41,6 +41,7 @@ from weightsync.session import (
 )
 from weightsync.store import Store, VersionKind, VersionManifest
 from weightsync.store.chain import chain_source, checkpoint_source
+from weightsync.store.object_path import place_of
 from weightsync.store.version import Identity
 from weightsync.types import PauseMode, Placement, VerifyMode
 
@@ -138,7 +139,7 @@ class StoreFollower:
         self, engine: Engine, directory: Path | str, run_id: str | None, options: FollowOptions
     ) -> None:
         self._engine, self._options = engine, options
-        self._directory, self._run_id = Path(directory), run_id
+        self._directory, self._run_id = place_of(directory), run_id
         self._held: _Held | None = None
         self._stopping = threading.Event()
         self._moved = threading.Condition()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -23,6 +22,7 @@ from weightsync.errors import VersionError
 from weightsync.native_delta import Place
 from weightsync.store.directory import Store
 from weightsync.store.durable import sync_directory
+from weightsync.store.object_path import AnyPath
 from weightsync.store.payload import (
     DEFAULT_FILE_BYTES,
     RecordWriter,
@@ -224,7 +224,7 @@ class Publisher(StoreSource):
 
     def _full(
         self,
-        folder: Path,
+        folder: AnyPath,
         encoded: Encoded,
         snapshot: _Snapshot,
         kind: VersionKind = VersionKind.FULL,
@@ -246,7 +246,7 @@ class Publisher(StoreSource):
 
     def _delta(
         self,
-        folder: Path,
+        folder: AnyPath,
         encoded: Encoded,
         records: dict[str, list[tuple[Place, bytes]]],
         snapshot: _Snapshot,
