@@ -7,6 +7,7 @@ Full versions land like any other update, in the staging copy or in the slots.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -246,10 +247,12 @@ class DeltaApply:
     """
 
     def __init__(self, fetched: Fetched, device: str, num_threads: int) -> None:
-        self._threads = num_threads
+        self._pool = ThreadPoolExecutor(num_threads, "weightsync-scatter")
         self._is_begun = False
         self._patch: DevicePatch | None = None
         self._writes = [w for w in fetched.writes if isinstance(w, Write)]
+        if self._writes:  # its threads are there before the engine pauses
+            list(self._pool.map(time.sleep, [0.001] * num_threads))
         if device != CPU:
             on_device = [w for w in fetched.writes if isinstance(w, DeviceWrite)]
             self._patch = DevicePatch(on_device, device)
@@ -264,10 +267,9 @@ class DeltaApply:
             self._patch.check()
             return
         half = len(self._writes) // 2
-        with ThreadPoolExecutor(self._threads, "weightsync-scatter") as pool:
-            _all(pool, _put_and_check, self._writes[:half])
-            reach("engine.half_placed")
-            _all(pool, _put_and_check, self._writes[half:])
+        _all(self._pool, _put_and_check, self._writes[:half])
+        reach("engine.half_placed")
+        _all(self._pool, _put_and_check, self._writes[half:])
 
     def take_back(self) -> bool:
         """Restore what was overwritten; whether there was anything. Raises :class:`IntegrityError`
@@ -283,6 +285,7 @@ class DeltaApply:
 
     def close(self) -> None:
         """Nothing can be taken back any more."""
+        self._pool.shutdown(wait=False)
         if self._patch is not None:
             self._patch.close()
         self._writes = []

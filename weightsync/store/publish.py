@@ -202,7 +202,8 @@ class Publisher(StoreSource):
             commit(self.store, manifest)
         self._snapshot = None  # neither one nor the other until all is copied
         if encoded.records is not None:
-            _advance(snapshot, encoded.records)
+            with ThreadPoolExecutor(self._threads, "weightsync-advance") as pool:
+                list(pool.map(lambda item: _advance(snapshot, *item), encoded.records.items()))
         self._snapshot = _Snapshot(manifest.target, snapshot.weights, encoded.digests)
         return manifest
 
@@ -276,22 +277,19 @@ class Publisher(StoreSource):
             )
 
 
-def _advance(snapshot: _Snapshot, records: dict[str, list[tuple[Place, bytes]]]) -> None:
-    """Take the snapshot to what was published, from the records: the weights may be others by now.
-
-    Raises :class:`IntegrityError` if the records do not lead there.
-    """
-    for name, found in records.items():
-        data, digests = snapshot.weights[name].data, snapshot.digests[name].copy()
-        for place, record in found:
-            changes = decode_record(
-                place,
-                np.frombuffer(record, dtype=np.uint8),
-                span_bytes(data, place),
-                span_digests(digests, place),
-                are_digests_known=True,
-            )
-            apply_changes(data, changes)
+def _advance(snapshot: _Snapshot, name: str, records: list[tuple[Place, bytes]]) -> None:
+    """Take a tensor of the snapshot to what was published, from the records: the weights may be others
+    by now. Raises :class:`IntegrityError` if the records do not lead there."""
+    data, digests = snapshot.weights[name].data, snapshot.digests[name].copy()
+    for place, record in records:
+        changes = decode_record(
+            place,
+            np.frombuffer(record, dtype=np.uint8),
+            span_bytes(data, place),
+            span_digests(digests, place),
+            are_digests_known=True,
+        )
+        apply_changes(data, changes)
 
 
 __all__ = ["DEFAULT_FILE_BYTES", "Encoded", "Publisher", "Weight", "Weights", "weights_of"]
