@@ -52,6 +52,7 @@ class Fetched:
     digests: dict[str, int] = field(default_factory=dict)
     writes: list[Write | DeviceWrite] = field(default_factory=list)
     touched: list[str] = field(default_factory=list)
+    read_back: DigestTable | None = None  # of live tensors, where they are to be read back
     num_payload_bytes: int = 0
     num_changed: int = 0
 
@@ -104,6 +105,10 @@ class RankStore:
             copy_parts(meta, data.ctypes.data, spots, is_gather=False, num_threads=self._threads)
             return
         if not meta.num_bytes:
+            return
+        live = LiveTensor(meta, spots, self._device)
+        if live.is_dense and live.is_whole:
+            write_bytes(spots[0].ptr, data.tobytes(), self._device)
             return
         memory, item = DeviceMemory(meta.num_bytes, self._device), item_bytes(meta.dtype)
         write_bytes(memory.ptr, data.tobytes(), self._device)
@@ -203,11 +208,15 @@ class RankStore:
             )
         return Fetched(parts)
 
-    def check(
-        self, fetched: Fetched, spots: Landing, what: str, names: Sequence[str] | None = None
-    ) -> None:
-        """Digest what lies at ``spots`` (of ``names``; None: of everything). Raises
-        :class:`IntegrityError`."""
+    def check(self, fetched: Fetched, table: DigestTable, what: str) -> None:
+        """Digest what a table of :meth:`digest_table` covers. Raises :class:`IntegrityError`."""
+        synchronize(self._device)
+        self.compare(fetched, table.compute(self._threads), what)
+
+    def digest_table(
+        self, fetched: Fetched, spots: Landing, names: Sequence[str] | None = None
+    ) -> DigestTable:
+        """Of what lies at ``spots`` (of ``names``; None: of everything), to be made before a pause."""
         parts: list[DigestPart] = []
         for name in fetched.parts if names is None else names:
             meta, keys = fetched.parts[name]
@@ -217,9 +226,7 @@ class RankStore:
                     parts.append(
                         DigestPart(meta, spot.box, spot.ptr, spot.strides_bytes, spot.dtype)
                     )
-        synchronize(self._device)
-        found = DigestTable(parts, self._device).compute(self._threads)
-        self.compare(fetched, found, what)
+        return DigestTable(parts, self._device)
 
     def compare(self, fetched: Fetched, found: Mapping[str, int], what: str) -> None:
         """Digests by the store's names against those expected."""

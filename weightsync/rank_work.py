@@ -236,7 +236,12 @@ class RankWork:
         """Of a delta all digests were compared while it was decoded."""
         if opened.delta is None:
             with opened.stats.timed("verify"):
-                self._store.check(opened.fetched, opened.staging.landing, "what landed")
+                landed = self._store.digest_table(opened.fetched, opened.staging.landing)
+                self._store.check(opened.fetched, landed, "what landed")
+        if opened.is_read_back and not opened.is_in_place:
+            touched = None if opened.delta is None else opened.fetched.touched
+            table = self._store.digest_table(opened.fetched, self._slots, touched)
+            opened.fetched.read_back = table
         self._adapter.prepare()
         self._hooks.on_prepare(opened.spec)
         reach("engine.prepared")
@@ -330,9 +335,8 @@ class RankWork:
     def _read_back_fetched(self, opened: OpenSession) -> None:
         """Of a delta what it touched: everything else was digested right before."""
         what, fetched = "live tensors after the update", opened.fetched
-        if not opened.is_in_place:
-            touched = None if opened.delta is None else fetched.touched
-            self._store.check(fetched, self._slots, what, touched)
+        if fetched.read_back is not None:
+            self._store.check(fetched, fetched.read_back, what)
         opaque = self._store.opaque(fetched)
         if opaque:
             live = self._adapter.digest(list(opaque))
