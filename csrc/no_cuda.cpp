@@ -4,6 +4,7 @@
 #include "weightsync/cuda_device.hpp"
 #include "weightsync/cuda_memory.hpp"
 #include "weightsync/cuda_tables.hpp"
+#include "weightsync/delta_patch.hpp"
 #include "weightsync/device.hpp"
 
 namespace weightsync {
@@ -47,6 +48,14 @@ CudaCopyDigestTable::~CudaCopyDigestTable() = default;
 void CudaCopyDigestTable::launch(std::uintptr_t) {}
 void CudaCopyDigestTable::read(std::uintptr_t, std::uint64_t*) {}
 void CudaCopyDigestTable::close() {}
+
+struct CudaPatchTable::State {};
+CudaPatchTable::CudaPatchTable(const PatchRow*, std::int64_t, int device) {
+    fail("CudaPatchTable", device);
+}
+CudaPatchTable::~CudaPatchTable() = default;
+std::int64_t CudaPatchTable::run(std::uintptr_t, PatchWork) { return 0; }
+void CudaPatchTable::close() {}
 
 CudaHeld cuda_held() { return {0, 0}; }
 std::uint64_t cuda_malloc(std::uint64_t, int device) { fail("cuda_malloc", device); }

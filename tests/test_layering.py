@@ -43,6 +43,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
         "weightsync.native_gate", "weightsync.native_norm", "weightsync.native_delta",
         "weightsync.native_cuda_core",
         "weightsync.device_tables", "weightsync.slot_pack", "weightsync.live_tensor",
+        "weightsync.device_patch",
         "weightsync.codec", "weightsync.workloads",
         "weightsync.checkpoints", "weightsync.presets", "weightsync.model_shapes",
         "weightsync.kept", "weightsync.layouts",

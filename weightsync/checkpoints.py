@@ -172,7 +172,8 @@ def read_header(path: Path) -> list[FileTensor]:
     """
     try:
         with path.open("rb") as file:
-            file_bytes = os.fstat(file.fileno()).st_size
+            file_bytes = file.seek(0, os.SEEK_END)
+            file.seek(0)
             prefix = file.read(8)
             header_bytes = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
             limit = min(MAX_HEADER_BYTES, file_bytes - 8)

@@ -41,6 +41,7 @@ from weightsync.session import (
 )
 from weightsync.store import Store, VersionKind, VersionManifest
 from weightsync.store.chain import chain_source, checkpoint_source
+from weightsync.store.object_path import place_of
 from weightsync.store.version import Identity
 from weightsync.types import PauseMode, Placement, VerifyMode
 
@@ -138,7 +139,7 @@ class StoreFollower:
         self, engine: Engine, directory: Path | str, run_id: str | None, options: FollowOptions
     ) -> None:
         self._engine, self._options = engine, options
-        self._directory, self._run_id = Path(directory), run_id
+        self._directory, self._run_id = place_of(directory), run_id
         self._held: _Held | None = None
         self._stopping = threading.Event()
         self._moved = threading.Condition()
@@ -284,8 +285,10 @@ class StoreFollower:
         try:
             report = self.pull()
         except WeightSyncError as error:
-            if str(error) != str(self.error):
-                _LOG.warning("following %s: %s", self._directory, error)
+            is_waiting = self._held is None and isinstance(error, UnavailableError)
+            if str(error) != str(self.error):  # nothing published yet is no fault
+                level = logging.INFO if is_waiting else logging.WARNING
+                _LOG.log(level, "following %s: %s", self._directory, error)
             self.error = error
             return
         self.error = None

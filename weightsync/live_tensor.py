@@ -14,10 +14,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from weightsync import native
+from weightsync import native, native_delta
 from weightsync.binding import Spot
 from weightsync.codec import Changes
 from weightsync.codec.spans import Bytes
+from weightsync.device_patch import DeviceWrite
+from weightsync.device_tables import CPU, bytes_at
 from weightsync.errors import IntegrityError
 from weightsync.tables import dense_strides, segment_rows, table
 from weightsync.types import Box, TensorMeta, item_bytes
@@ -45,31 +47,57 @@ class Write:
 
     def put(self) -> None:
         """Write, keeping the old values."""
-        self.former = self.view[self.positions]
-        self.view[self.positions] = self.values
+        if self.positions.dtype != np.uint32:
+            self.former = self.view[self.positions]
+            self.view[self.positions] = self.values
+            return
+        former = np.empty_like(self.values)
+        self._exchange(self.values, former)  # raises before the first byte, or not at all
+        self.former = former
 
     def check(self) -> None:
         """Raises :class:`IntegrityError` unless every element holds its new value."""
         self._compare(self.values, "written")
 
     def take_back(self) -> None:
-        """Undo :meth:`put`, if it was begun. Raises :class:`IntegrityError` if that cannot be seen."""
+        """Undo :meth:`put`, if it was done. Raises :class:`IntegrityError` if that cannot be seen."""
         if self.former is None:
             return
         self.view[self.positions] = self.former
         self._compare(self.former, "taken back")
 
+    def _exchange(self, values: npt.NDArray[Any], former: npt.NDArray[Any]) -> None:
+        native_delta.exchange(
+            self.view.itemsize,
+            (self.view.ctypes.data, self.view.size),
+            self.positions.ctypes.data,
+            values.ctypes.data,
+            former.ctypes.data,
+            self.values.size,
+        )
+
     def _compare(self, expected: npt.NDArray[Any], what: str) -> None:
-        wrong = int(np.count_nonzero(self.view[self.positions] != expected))
+        if self.positions.dtype == np.uint32:
+            wrong = native_delta.count_different(
+                self.view.itemsize,
+                (self.view.ctypes.data, self.view.size),
+                self.positions.ctypes.data,
+                expected.ctypes.data,
+                expected.size,
+            )
+        else:
+            wrong = int(np.count_nonzero(self.view[self.positions] != expected))
         if wrong:
             raise IntegrityError(f"{wrong} of {expected.size} elements are not what was {what}")
 
 
 class LiveTensor:
-    """``spots`` are the boxes of one rank; together they hold each element of the tensor once."""
+    """``spots`` are the boxes of one rank; together they hold each element of the tensor once. On a
+    ``device`` it must be dense."""
 
-    def __init__(self, meta: TensorMeta, spots: Sequence[Spot]) -> None:
+    def __init__(self, meta: TensorMeta, spots: Sequence[Spot], device: str = CPU) -> None:
         self.meta = meta
+        self.device = device
         self.spots = tuple(spots)
         strides = dense_strides(meta.shape, item_bytes(meta.dtype))
         self.is_dense = len(spots) == 1 and tuple(spots[0].strides_bytes) == tuple(strides)
@@ -77,18 +105,24 @@ class LiveTensor:
         self.is_whole = held == meta.num_elements
 
     def bytes(self) -> Bytes:
-        """The wire form, uint8 [meta.num_bytes]: live memory where it is dense, else a copy."""
+        """The wire form, uint8 [meta.num_bytes]: live memory where it is dense on the host, else a
+        copy."""
+        if self.device != CPU:
+            return bytes_at(self.spots[0].ptr, self.meta.num_bytes, self.device)
         if self.is_dense:
             return _memory(self.spots[0].ptr, self.meta.num_bytes)
         found = np.empty(self.meta.num_bytes, dtype=np.uint8)
         copy_parts(self.meta, found.ctypes.data, self.spots, is_gather=True)
         return found
 
-    def writes_of(self, changes: Changes) -> list[Write]:
+    def writes_of(self, changes: Changes) -> list[Write | DeviceWrite]:
         """What one span's changes are in live memory."""
         width = changes.place.kind.element_bytes
         values = changes.values.view(f"u{width}")
         start = changes.place.start_element
+        if self.device != CPU:
+            target = self.spots[0].ptr + start * width
+            return [DeviceWrite(target, changes.positions, values)]
         if self.is_dense:
             whole = _memory(self.spots[0].ptr, self.meta.num_bytes).view(f"u{width}")
             part = whole[start : start + changes.place.num_elements]
@@ -96,7 +130,7 @@ class LiveTensor:
         at = (changes.positions.astype(np.int64) + start) * width
         item = item_bytes(self.meta.dtype)
         index = np.unravel_index(at // item, self.meta.shape) if self.meta.shape else ()
-        found = []
+        found: list[Write | DeviceWrite] = []
         for spot in self.spots:
             inside = np.ones(at.size, dtype=bool)
             for axis, a, b in zip(index, spot.box.start, spot.box.stop, strict=True):

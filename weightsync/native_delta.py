@@ -124,6 +124,32 @@ def scatter(
         raise IntegrityError(f"scatter: {error}") from error
 
 
+def exchange(
+    element_bytes: int,
+    target: tuple[int, int],
+    positions_ptr: int,
+    values_ptr: int,
+    former_ptr: int,
+    count: int,
+) -> None:
+    """:func:`scatter` that puts what was there to ``former_ptr``."""
+    try:
+        native.extension.delta_exchange(
+            element_bytes, *target, positions_ptr, values_ptr, former_ptr, count
+        )
+    except native.extension.DeltaError as error:
+        raise IntegrityError(f"scatter: {error}") from error
+
+
+def count_different(
+    element_bytes: int, target: tuple[int, int], positions_ptr: int, values_ptr: int, count: int
+) -> int:
+    """How many of the elements at these positions do not hold these values."""
+    return native.extension.delta_count_different(
+        element_bytes, *target, positions_ptr, values_ptr, count
+    )
+
+
 def kernel() -> str:
     """The instruction set in use: "avx2" or "portable"."""
     return native.extension.delta_kernel()

@@ -7,6 +7,7 @@ Full versions land like any other update, in the staging copy or in the slots.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from weightsync.codec import block_digests
 from weightsync.codec.spans import Bytes
 from weightsync.coverage import SlotIndex
 from weightsync.deadline import Deadline
+from weightsync.device_patch import DevicePatch, DeviceWrite
 from weightsync.device_tables import CPU, DeviceMemory, segment_copy, synchronize, write_bytes
 from weightsync.digest import DigestPart, DigestTable
 from weightsync.errors import (
@@ -48,8 +50,9 @@ class Fetched:
 
     parts: dict[str, tuple[TensorMeta, tuple[tuple[int, int], ...]]]  # meta, slots of this rank
     digests: dict[str, int] = field(default_factory=dict)
-    writes: list[Write] = field(default_factory=list)
+    writes: list[Write | DeviceWrite] = field(default_factory=list)
     touched: list[str] = field(default_factory=list)
+    read_back: DigestTable | None = None  # of live tensors, where they are to be read back
     num_payload_bytes: int = 0
     num_changed: int = 0
 
@@ -103,6 +106,10 @@ class RankStore:
             return
         if not meta.num_bytes:
             return
+        live = LiveTensor(meta, spots, self._device)
+        if live.is_dense and live.is_whole:
+            write_bytes(spots[0].ptr, data.tobytes(), self._device)
+            return
         memory, item = DeviceMemory(meta.num_bytes, self._device), item_bytes(meta.dtype)
         write_bytes(memory.ptr, data.tobytes(), self._device)
         strides = dense_strides(meta.shape, item)
@@ -129,12 +136,13 @@ class RankStore:
         chain = open_chain(source)
         fetched = self._fetched(chain)
         self._check_can_patch(fetched)
+        synchronize(self._device)
         mine = [t for t in chain.tensors() if t.meta.name in fetched.parts]
 
-        def one(tensor: ChainTensor) -> tuple[ChainTensor, list[Write], int]:
+        def one(tensor: ChainTensor) -> tuple[ChainTensor, list[Write | DeviceWrite], int]:
             deadline.check()
             spots = [self._slots[key] for key in fetched.parts[tensor.meta.name][1]]
-            return (tensor, *_writes(tensor, LiveTensor(tensor.meta, spots)))
+            return (tensor, *_writes(tensor, LiveTensor(tensor.meta, spots, self._device)))
 
         for tensor, writes, num_bytes in self._on_each(mine, one):
             fetched.digests[tensor.meta.name] = tensor.digest or 0
@@ -146,15 +154,18 @@ class RankStore:
         return fetched
 
     def _check_can_patch(self, fetched: Fetched) -> None:
-        if self._device != CPU:
-            raise ConfigError(f"deltas are applied in host memory so far, not on {self._device}")
         for meta, keys in fetched.parts.values():
             if any(key not in self._slots for key in keys):
                 raise ConfigError(
                     f"{meta.name!r} is an opaque slot of this engine: its wire form is not in memory, "
                     "so no delta can be applied to it; take full versions"
                 )
-            if not LiveTensor(meta, [self._slots[key] for key in keys]).is_whole:
+            live = LiveTensor(meta, [self._slots[key] for key in keys], self._device)
+            if self._device != CPU and not live.is_dense:
+                raise ConfigError(
+                    f"{meta.name!r} is not dense in the memory of {self._device}; take full versions"
+                )
+            if not live.is_whole:
                 raise ConfigError(
                     f"{meta.name!r} is cut over ranks of this engine, and a delta needs all of its old "
                     "values; take full versions"
@@ -197,11 +208,15 @@ class RankStore:
             )
         return Fetched(parts)
 
-    def check(
-        self, fetched: Fetched, spots: Landing, what: str, names: Sequence[str] | None = None
-    ) -> None:
-        """Digest what lies at ``spots`` (of ``names``; None: of everything). Raises
-        :class:`IntegrityError`."""
+    def check(self, fetched: Fetched, table: DigestTable, what: str) -> None:
+        """Digest what a table of :meth:`digest_table` covers. Raises :class:`IntegrityError`."""
+        synchronize(self._device)
+        self.compare(fetched, table.compute(self._threads), what)
+
+    def digest_table(
+        self, fetched: Fetched, spots: Landing, names: Sequence[str] | None = None
+    ) -> DigestTable:
+        """Of what lies at ``spots`` (of ``names``; None: of everything), to be made before a pause."""
         parts: list[DigestPart] = []
         for name in fetched.parts if names is None else names:
             meta, keys = fetched.parts[name]
@@ -211,9 +226,7 @@ class RankStore:
                     parts.append(
                         DigestPart(meta, spot.box, spot.ptr, spot.strides_bytes, spot.dtype)
                     )
-        synchronize(self._device)
-        found = DigestTable(parts, self._device).compute(self._threads)
-        self.compare(fetched, found, what)
+        return DigestTable(parts, self._device)
 
     def compare(self, fetched: Fetched, found: Mapping[str, int], what: str) -> None:
         """Digests by the store's names against those expected."""
@@ -235,32 +248,76 @@ class RankStore:
 
 
 class DeltaApply:
-    """The writes of a delta, put under a pause and taken back if anything fails."""
+    """The writes of a delta, put under a pause and taken back if anything fails.
 
-    def __init__(self, fetched: Fetched) -> None:
-        self._writes = fetched.writes
+    On a device they are uploaded here, while the engine generates; put and check are a launch each.
+    """
+
+    def __init__(self, fetched: Fetched, device: str, num_threads: int) -> None:
+        self._pool = ThreadPoolExecutor(num_threads, "weightsync-scatter")
         self._is_begun = False
+        self._patch: DevicePatch | None = None
+        self._writes = [w for w in fetched.writes if isinstance(w, Write)]
+        if self._writes:  # its threads are there before the engine pauses
+            list(self._pool.map(time.sleep, [0.001] * num_threads))
+        if device != CPU:
+            on_device = [w for w in fetched.writes if isinstance(w, DeviceWrite)]
+            self._patch = DevicePatch(on_device, device)
+        fetched.writes = []
 
     def put(self) -> None:
         """Write everything, then read every written element back. Raises :class:`IntegrityError`."""
         self._is_begun = True
+        if self._patch is not None:
+            reach("engine.half_placed")
+            self._patch.put()
+            self._patch.check()
+            return
         half = len(self._writes) // 2
-        for number, write in enumerate(self._writes):
-            if number == half:
-                reach("engine.half_placed")
-            write.put()
-        for write in self._writes:
-            write.check()
+        _all(self._pool, _put_and_check, self._writes[:half])
+        reach("engine.half_placed")
+        _all(self._pool, _put_and_check, self._writes[half:])
 
     def take_back(self) -> bool:
         """Restore what was overwritten; whether there was anything. Raises :class:`IntegrityError`
         if live memory does not hold it afterwards."""
         if not self._is_begun:
             return False
+        if self._patch is not None:
+            self._patch.take_back()
         for write in reversed(self._writes):
             write.take_back()
         self._is_begun = False
         return True
+
+    def close(self) -> None:
+        """Nothing can be taken back any more."""
+        self._pool.shutdown(wait=False)
+        if self._patch is not None:
+            self._patch.close()
+        self._writes = []
+
+
+def _put_and_check(write: Write) -> None:
+    """At once, while its cache lines are here."""
+    write.put()
+    write.check()
+
+
+def _all(pool: ThreadPoolExecutor, act: Callable[[Write], None], writes: Sequence[Write]) -> None:
+    """On all of them, in batches: when this returns or raises, none of it runs any more."""
+    size = max(1, len(writes) // 64)
+    batches = [writes[i : i + size] for i in range(0, len(writes), size)]
+
+    def run(batch: Sequence[Write]) -> None:
+        for write in batch:
+            act(write)
+
+    futures = [pool.submit(run, batch) for batch in batches]
+    errors = [future.exception() for future in futures]
+    for error in errors:
+        if error is not None:
+            raise error
 
 
 def _check_form(meta: TensorMeta, forms: Sequence[TensorMeta]) -> None:
@@ -283,7 +340,7 @@ def _digest_of(meta: TensorMeta, data: Bytes, spots: Sequence[Spot]) -> int:
     return DigestTable(parts).compute(1).get(meta.name, 0)
 
 
-def _writes(tensor: ChainTensor, live: LiveTensor) -> tuple[list[Write], int]:
+def _writes(tensor: ChainTensor, live: LiveTensor) -> tuple[list[Write | DeviceWrite], int]:
     """What a tensor's records do to its live elements, and the bytes of the records."""
     old = live.bytes()
     digests = block_digests(tensor.meta, old)

@@ -200,7 +200,7 @@ class RankWork:
         with opened.stats.timed("fetch"), self._looking("while reading"):
             if is_delta:
                 opened.fetched = self._store.decode(source, deadline)
-                opened.delta = DeltaApply(opened.fetched)
+                opened.delta = DeltaApply(opened.fetched, self._device, self._threads)
             else:
                 opened.fetched = self._store.land(opened, source, deadline)
                 opened.coverage.brought_whole()
@@ -236,7 +236,12 @@ class RankWork:
         """Of a delta all digests were compared while it was decoded."""
         if opened.delta is None:
             with opened.stats.timed("verify"):
-                self._store.check(opened.fetched, opened.staging.landing, "what landed")
+                landed = self._store.digest_table(opened.fetched, opened.staging.landing)
+                self._store.check(opened.fetched, landed, "what landed")
+        if opened.is_read_back and not opened.is_in_place:
+            touched = None if opened.delta is None else opened.fetched.touched
+            table = self._store.digest_table(opened.fetched, self._slots, touched)
+            opened.fetched.read_back = table
         self._adapter.prepare()
         self._hooks.on_prepare(opened.spec)
         reach("engine.prepared")
@@ -330,9 +335,8 @@ class RankWork:
     def _read_back_fetched(self, opened: OpenSession) -> None:
         """Of a delta what it touched: everything else was digested right before."""
         what, fetched = "live tensors after the update", opened.fetched
-        if not opened.is_in_place:
-            touched = None if opened.delta is None else fetched.touched
-            self._store.check(fetched, self._slots, what, touched)
+        if fetched.read_back is not None:
+            self._store.check(fetched, fetched.read_back, what)
         opaque = self._store.opaque(fetched)
         if opaque:
             live = self._adapter.digest(list(opaque))
@@ -346,6 +350,8 @@ class RankWork:
         reach("engine.resume")
         self._version = job.version
         self._unpause()
+        if self._open is not None and self._open.delta is not None:
+            self._open.delta.close()
         self._open = None
         reach("engine.resumed")
 
@@ -364,6 +370,8 @@ class RankWork:
                 self._adapter.refuse(taint)
             self._call_on_abort(job.spec)
             self._unpause()
+            if self._open is not None and self._open.delta is not None:
+                self._open.delta.close()
             self._open = None
 
     def _take_back(self, opened: OpenSession) -> None:

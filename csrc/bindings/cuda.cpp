@@ -1,6 +1,7 @@
 #include "weightsync/cuda_device.hpp"
 #include "weightsync/cuda_tables.hpp"
 #include "weightsync/cuda_units.hpp"
+#include "weightsync/delta_patch.hpp"
 
 #include "bindings.hpp"
 
@@ -140,6 +141,42 @@ void bind_tables(py::module_& module) {
     bind_digesting(copies);
 }
 
+PatchWork patch_work(int work) {
+    if (work < 0 || work > static_cast<int>(PatchWork::compare_former)) {
+        throw std::invalid_argument("patch work " + std::to_string(work) + " of 4");
+    }
+    return static_cast<PatchWork>(work);
+}
+
+void bind_patch(py::module_& module) {
+    py::class_<CudaPatchTable>(module, "CudaPatchTable", plain_metaclass())
+        .def(py::init([](std::uintptr_t rows_ptr, std::int64_t num_rows, int device) {
+                 const py::gil_scoped_release released;
+                 return new CudaPatchTable(pointer<const PatchRow>(rows_ptr), num_rows, device);
+             }),
+             py::arg("rows_ptr"), py::arg("num_rows"), py::arg("device"))
+        .def(
+            "run",
+            [](CudaPatchTable& self, std::uintptr_t stream, int work) {
+                const PatchWork wanted = patch_work(work);
+                const py::gil_scoped_release released;
+                return self.run(stream, wanted);
+            },
+            py::arg("stream"), py::arg("work"))
+        .def("close", [](CudaPatchTable& self) {
+            const py::gil_scoped_release released;
+            self.close();
+        });
+    module.def(
+        "run_patch",
+        [](std::uintptr_t rows_ptr, std::int64_t num_rows, int work) {
+            const PatchWork wanted = patch_work(work);
+            const py::gil_scoped_release released;
+            return run_patch(pointer<const PatchRow>(rows_ptr), num_rows, wanted);
+        },
+        py::arg("rows_ptr"), py::arg("num_rows"), py::arg("work"));
+}
+
 // The CPU's twins of the launches, for tests. All memory is this process's.
 void bind_twins(py::module_& module) {
     module.def(
@@ -215,6 +252,7 @@ void bind_cuda(py::module_& module) {
     bind_error(module);
     bind_tables(module);
     bind_twins(module);
+    bind_patch(module);
     module.def("cuda_unavailable_reason", &cuda_unavailable_reason);
     module.def("cuda_version", &cuda_version);
 }

@@ -27,6 +27,13 @@ void check_pointers(std::initializer_list<std::uintptr_t> pointers) {
     }
 }
 
+void check_element(int element_bytes) {
+    if (element_bytes != 1 && element_bytes != 2 && element_bytes != 4) {
+        throw std::invalid_argument("element_bytes is " + std::to_string(element_bytes) +
+                                    ", expected 1, 2 or 4");
+    }
+}
+
 py::tuple encode(const PlaceColumns& columns, std::uintptr_t old_ptr, std::uintptr_t new_ptr,
                  bool is_absolute, bool is_dense, std::uintptr_t record_ptr,
                  std::uintptr_t dense_ptr, std::uintptr_t digests_ptr) {
@@ -107,14 +114,39 @@ void bind_delta(py::module_& module) {
         [](int element_bytes, std::uintptr_t target_ptr, std::int64_t num_elements,
            std::uintptr_t positions_ptr, std::uintptr_t values_ptr, std::int64_t count) {
             check_pointers({target_ptr, positions_ptr, values_ptr});
-            if (element_bytes != 1 && element_bytes != 2 && element_bytes != 4) {
-                throw std::invalid_argument("element_bytes is " + std::to_string(element_bytes) +
-                                            ", expected 1, 2 or 4");
-            }
+            check_element(element_bytes);
             const py::gil_scoped_release released;
             delta_scatter(element_bytes, pointer<unsigned char>(target_ptr), num_elements,
                           pointer<const std::uint32_t>(positions_ptr),
                           pointer<const unsigned char>(values_ptr), count);
+        },
+        py::arg("element_bytes"), py::arg("target_ptr"), py::arg("num_elements"),
+        py::arg("positions_ptr"), py::arg("values_ptr"), py::arg("count"));
+    module.def(
+        "delta_exchange",
+        [](int element_bytes, std::uintptr_t target_ptr, std::int64_t num_elements,
+           std::uintptr_t positions_ptr, std::uintptr_t values_ptr, std::uintptr_t former_ptr,
+           std::int64_t count) {
+            check_pointers({target_ptr, positions_ptr, values_ptr, former_ptr});
+            check_element(element_bytes);
+            const py::gil_scoped_release released;
+            delta_exchange(element_bytes, pointer<unsigned char>(target_ptr), num_elements,
+                           pointer<const std::uint32_t>(positions_ptr),
+                           pointer<const unsigned char>(values_ptr),
+                           pointer<unsigned char>(former_ptr), count);
+        },
+        py::arg("element_bytes"), py::arg("target_ptr"), py::arg("num_elements"),
+        py::arg("positions_ptr"), py::arg("values_ptr"), py::arg("former_ptr"), py::arg("count"));
+    module.def(
+        "delta_count_different",
+        [](int element_bytes, std::uintptr_t target_ptr, std::int64_t num_elements,
+           std::uintptr_t positions_ptr, std::uintptr_t values_ptr, std::int64_t count) {
+            check_pointers({target_ptr, positions_ptr, values_ptr});
+            check_element(element_bytes);
+            const py::gil_scoped_release released;
+            return delta_count_different(element_bytes, pointer<const unsigned char>(target_ptr),
+                                         num_elements, pointer<const std::uint32_t>(positions_ptr),
+                                         pointer<const unsigned char>(values_ptr), count);
         },
         py::arg("element_bytes"), py::arg("target_ptr"), py::arg("num_elements"),
         py::arg("positions_ptr"), py::arg("values_ptr"), py::arg("count"));

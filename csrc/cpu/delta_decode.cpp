@@ -278,29 +278,4 @@ DeltaDecoded delta_decode(const DeltaPlace& place, const unsigned char* record_b
     return result;
 }
 
-void delta_scatter(int element_bytes, unsigned char* target, std::int64_t num_elements,
-                   const std::uint32_t* positions, const unsigned char* values,
-                   std::int64_t count) {
-    std::uint32_t highest = 0;
-    for (std::int64_t i = 0; i < count; ++i) highest = std::max(highest, positions[i]);
-    if (count > 0 && static_cast<std::int64_t>(highest) >= num_elements) {
-        fail("position " + std::to_string(highest) + " of " + std::to_string(num_elements));
-    }
-    switch (element_bytes) {
-        case 1:
-            for (std::int64_t i = 0; i < count; ++i) target[positions[i]] = values[i];
-            break;
-        case 2:
-            for (std::int64_t i = 0; i < count; ++i) {
-                std::memcpy(target + std::int64_t{positions[i]} * 2, values + i * 2, 2);
-            }
-            break;
-        default:
-            for (std::int64_t i = 0; i < count; ++i) {
-                std::memcpy(target + std::int64_t{positions[i]} * 4, values + i * 4, 4);
-            }
-            break;
-    }
-}
-
 }  // namespace weightsync

@@ -17,7 +17,8 @@ MIN_UPDATES = 4
 
 _EPILOG = """\
 A trainer process holds the model, an engine process holds the same model with other weights (with
---engine core it generates all the while, which takes its share of the machine). Before
+--engine core it generates all the while, which takes its share of the machine). With
+disk-delta the trainer publishes versions in which some 1 % of the elements changed. Before
 every repeat the trainer changes every tensor; after every repeat each side digests its own live
 tensors, and both lists must agree; a model that was drawn on a GPU is also drawn anew, tensor by
 tensor, and compared with the engine's bit for bit. GB = 10^9 bytes, GiB = 2^30. Exit status: 0; 1 not
@@ -42,6 +43,7 @@ class BenchSettings:
     strict: bool
     updates: int = 0
     trainer_layout: str = ""
+    store_directory: Path | None = None
     engine_layout: str = ""
 
 
@@ -105,6 +107,12 @@ def add_parser(commands: Any) -> None:
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--stream", action="store_true", help="through a ring of slots")
     how.add_argument("--direct", action="store_true", help="the engine reads the trainer's memory")
+    parser.add_argument(
+        "--store",
+        type=Path,
+        metavar="DIR",
+        help="with disk-delta: where the store is made, and removed again (default: /dev/shm)",
+    )
     parser.add_argument(
         "--repeat", type=_positive, default=5, metavar="N", help="default: %(default)s"
     )
@@ -182,7 +190,16 @@ def _run(args: argparse.Namespace) -> int:
         updates=args.updates,
         trainer_layout=args.trainer_layout,
         engine_layout=args.engine_layout,
+        store_directory=args.store,
     )
+    if settings.transport == "disk-delta":
+        from weightsync.cli.bench_delta import run_delta
+
+        if settings.trainer_layout or settings.engine_layout or args.stream or args.direct:
+            raise ConfigError(
+                "--transport disk-delta takes no layouts of ranks, and no --stream or --direct"
+            )
+        return run_delta(settings)
     if settings.trainer_layout or settings.engine_layout:
         from weightsync.cli.bench_ranks import run_ranks
 

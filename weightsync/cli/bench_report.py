@@ -20,10 +20,10 @@ def table(result: Mapping[str, Any]) -> str:
         f"weightsync bench: {result['model']} by {result['transport']} ({result['contract']}, "
         f"{result['placement']}) on {result['device']}",
         "",
-        _row("tensors", f"{result['num_tensors']:,}"),
-        _row("bytes", f"{format_bytes(total)} ({total:,} B)"),
-        _row("path", result["path"]),
-        _row("bucket", format_bytes(result["bucket_bytes"])),
+        row("tensors", f"{result['num_tensors']:,}"),
+        row("bytes", f"{format_bytes(total)} ({total:,} B)"),
+        row("path", result["path"]),
+        row("bucket", format_bytes(result["bucket_bytes"])),
         "",
         f"{'phase':<{_WIDTH}}{'seconds':>10}{'GB/s':>9}",
     ]
@@ -48,15 +48,16 @@ def table(result: Mapping[str, Any]) -> str:
     )
     lines += ["", *_limits(result)]
     if result["growth"] is not None:
-        lines += [_row("growth", text) for text in describe(result["growth"])]
+        lines += [row("growth", text) for text in describe(result["growth"])]
     lines.append("")
     if "traffic" in result:
-        lines.append(_row("traffic", _served(result["traffic"])))
-    lines.append(_row("verified", _verdict(result)))
+        lines.append(row("traffic", _served(result["traffic"])))
+    lines.append(row("verified", _verdict(result)))
     return "\n".join(lines)
 
 
-def _row(name: str, value: str) -> str:
+def row(name: str, value: str) -> str:
+    """One line: a name and its value."""
     return f"{name:<{_WIDTH}}{value}"
 
 
@@ -87,18 +88,18 @@ def _limits(result: Mapping[str, Any]) -> list[str]:
     rate = fitted["gb_per_s"]
     bandwidth = "no cost of bytes seen" if rate is None else f"{rate:.2f} GB/s"
     return [
-        _row("ceiling", f"{result['ceiling_gb_per_s']:.2f} GB/s ({result['ceiling']}, this run)"),
-        _row(
+        row("ceiling", f"{result['ceiling_gb_per_s']:.2f} GB/s ({result['ceiling']}, this run)"),
+        row(
             "fraction of ceiling",
             f"{result['fraction_of_ceiling']:.1%} whole refit, "
             f"{result['move_fraction_of_ceiling']:.1%} move phase{_read_fraction(result)}",
         ),
-        _row(
+        row(
             "fit of the move",
             f"{fitted['bucket_s'] * 1e3:.3f} ms a bucket + {fitted['tensor_s'] * 1e6:.2f} us a "
             f"tensor + bytes at {bandwidth} (residual {fitted['relative_error']:.0%})",
         ),
-        _row("pause of the engine", f"{result['pause_seconds']:.4f} s"),
+        row("pause of the engine", f"{result['pause_seconds']:.4f} s"),
         *_memory(result),
     ]
 
@@ -119,11 +120,11 @@ def _memory(result: Mapping[str, Any]) -> list[str]:
     if result["device"] == "cpu":
         peak = format_bytes(result["peak_extra_bytes"])
         beyond = f"beyond its staging copy of {staged}"
-        return [_row("peak extra memory", f"{peak} (trainer {trainer}, engine {engine} {beyond})")]
+        return [row("peak extra memory", f"{peak} (trainer {trainer}, engine {engine} {beyond})")]
     device = format_bytes(result["device_extra_bytes"])
     return [
-        _row("extra device memory", f"{device} at the peak, a staging copy of {staged} included"),
-        _row("extra host memory", f"trainer {trainer}, engine {engine}"),
+        row("extra device memory", f"{device} at the peak, a staging copy of {staged} included"),
+        row("extra host memory", f"trainer {trainer}, engine {engine}"),
     ]
 
 

@@ -195,6 +195,10 @@ class TrainerWorker(_Worker):
 def _worker_of(role: str) -> Any:
     if role in ("engine", "trainer"):
         return EngineWorker() if role == "engine" else TrainerWorker()
+    if role.startswith("delta-"):
+        from weightsync.cli.bench_delta_worker import DeltaEngine, DeltaTrainer
+
+        return DeltaEngine() if role == "delta-engine" else DeltaTrainer()
     from weightsync.cli.bench_rank_worker import EngineRank, TrainerRank
 
     return EngineRank() if role.startswith("engine") else TrainerRank()

@@ -16,7 +16,11 @@ def add_parser(commands: Any) -> None:
 
     def add(name: str, run: Any, text: str) -> argparse.ArgumentParser:
         verb: argparse.ArgumentParser = verbs.add_parser(name, help=text)
-        verb.add_argument("directory", metavar="DIR", help="the store directory")
+        verb.add_argument(
+            "directory",
+            metavar="DIR",
+            help="the store: a directory, or a URL such as s3://bucket/prefix",
+        )
         verb.add_argument("--run", dest="run_id", help="the run (default: the only one there is)")
         verb.set_defaults(run=run)
         return verb

@@ -17,6 +17,7 @@ from weightsync.codec.spans import Bytes, Digests, span_bytes, span_digests, spa
 from weightsync.errors import ConfigError, IntegrityError, ProtocolError, UnavailableError
 from weightsync.native_delta import Place
 from weightsync.store.directory import Store, open_payload
+from weightsync.store.object_path import AnyPath
 from weightsync.store.version import TensorEntry, VersionManifest
 from weightsync.types import TensorMeta
 
@@ -31,7 +32,7 @@ class ChainTensor:
 
     meta: TensorMeta
     digest: int | None
-    full: tuple[Path, FileTensor] | None
+    full: tuple[AnyPath, FileTensor] | None
     steps: tuple[tuple[Store, VersionManifest, TensorEntry], ...]
 
     @property
@@ -48,7 +49,7 @@ class ChainTensor:
             raise ConfigError(f"{self.meta.name!r}: these are deltas alone")
         folder, tensor = self.full
         data: Bytes = np.empty(self.meta.num_bytes, dtype=np.uint8) if target is None else target
-        _read_exactly(folder / tensor.file, tensor.offset_bytes, data)
+        read_exactly(folder / tensor.file, tensor.offset_bytes, data)
         digests = block_digests(self.meta, data)
         for store, manifest, entry in self.steps:
             found = [
@@ -180,8 +181,9 @@ def _checked_files(store: Store, manifest: VersionManifest) -> dict[str, FileTen
     return files
 
 
-def _read_exactly(path: Path, offset_bytes: int, data: Bytes) -> None:
-    """By reads, never mapped: an error of a network file system must be an error, not a signal."""
+def read_exactly(path: AnyPath, offset_bytes: int, data: Bytes) -> None:
+    """All of ``data`` from a file. By reads, never mapped: an error of a network file system must be
+    an error, not a signal."""
     with open_payload(path) as file:
         file.seek(offset_bytes)
         view, done = data.data, 0

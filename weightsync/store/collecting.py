@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import shutil
 import uuid
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 from weightsync.errors import ConfigError, UnavailableError
 from weightsync.faults import reach
 from weightsync.store.directory import LEASES, WITHDRAWN, Store
-from weightsync.store.durable import PARTIAL, replace_file, sync_directory
-from weightsync.store.version import VersionManifest
+from weightsync.store.durable import (
+    PARTIAL,
+    remove_tree,
+    replace_file,
+    sync_directory,
+    withdraw_file,
+)
+from weightsync.store.object_path import AnyPath
+from weightsync.store.version import VersionKind, VersionManifest
 
 DEFAULT_GRACE_S: Final = 3600.0
 DEFAULT_LEASE_S: Final = 3600.0
@@ -84,10 +88,10 @@ def collect(
     for name, manifest in manifests.items():
         start = manifest.version if manifest.base is None else manifest.base.version
         # The delta to a version that only an anchor stands for keeps that version's name alive.
-        if start < floor and (manifest.is_full or manifest.version != floor):
+        is_name_of_floor = manifest.kind is VersionKind.DELTA and manifest.version == floor
+        if start < floor and not is_name_of_floor:
             path = store.path / name
-            os.utime(path)  # the age of a withdrawal begins now
-            os.rename(path, store.path / f"{WITHDRAWN}{name}")
+            withdraw_file(path, f"{WITHDRAWN}{name}")
             withdrawn.append(name)
     sync_directory(store.path)
     reach("store.collected")
@@ -114,7 +118,7 @@ def _remove(store: Store, kept: set[str], now_s: float, grace_s: float) -> list[
         if _age(entry, now_s) < grace_s:
             kept = kept | {directory}
             continue
-        shutil.rmtree(store.path / directory, ignore_errors=True)
+        remove_tree(store.path / directory)
         removed.append(directory)
         if not entry.name.startswith(f"{WITHDRAWN}{newest}"):
             entry.unlink(missing_ok=True)
@@ -122,7 +126,7 @@ def _remove(store: Store, kept: set[str], now_s: float, grace_s: float) -> list[
         if entry.name in kept or entry.name == LEASES or _age(entry, now_s) < grace_s:
             continue
         if entry.is_dir():
-            shutil.rmtree(entry, ignore_errors=True)
+            remove_tree(entry)
         elif entry.name.startswith(PARTIAL):
             entry.unlink(missing_ok=True)
         else:
@@ -144,14 +148,14 @@ def _leased(store: Store, now_s: float, lease_s: float) -> list[int]:
     return found
 
 
-def _age(path: Path, now_s: float) -> float:
+def _age(path: AnyPath, now_s: float) -> float:
     try:
         return now_s - path.stat().st_mtime
     except OSError:  # gone meanwhile
         return -1.0
 
 
-def _now(folder: Path) -> float:
+def _now(folder: AnyPath) -> float:
     """The file system's own idea of now."""
     probe = folder / f"{PARTIAL}{uuid.uuid4().hex}"
     try:

@@ -11,8 +11,7 @@ import heapq
 import re
 from collections.abc import Collection, Iterator
 from io import FileIO
-from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -21,6 +20,7 @@ from weightsync.codec.spans import Bytes, spans_of
 from weightsync.errors import ConfigError, IntegrityError, UnavailableError
 from weightsync.native_delta import Place
 from weightsync.store.durable import hash_file, read_file
+from weightsync.store.object_path import AnyPath, ObjectPath, place_of
 from weightsync.store.version import (
     MAX_MANIFEST_BYTES,
     Identity,
@@ -36,10 +36,11 @@ WITHDRAWN: Final = "withdrawn-"
 _MANIFEST: Final = re.compile(r"v(\d{12})(-from-\d{12}|-full)?\.json")
 
 
-def open_payload(path: Path) -> FileIO:
-    """A file of payload to read from. Raises :class:`UnavailableError` if it is not there."""
+def open_payload(path: AnyPath) -> Any:
+    """A file of payload, to ``seek`` and ``readinto``. Raises :class:`UnavailableError` if it is not
+    there."""
     try:
-        return FileIO(path)
+        return path.open("rb") if isinstance(path, ObjectPath) else FileIO(path)
     except FileNotFoundError:
         raise UnavailableError(f"{path} is not there") from None
 
@@ -47,18 +48,18 @@ def open_payload(path: Path) -> FileIO:
 class Store(StoreTarget):
     """One run in a store directory. Reads only; see :class:`weightsync.store.Publisher`."""
 
-    def __init__(self, directory: Path | str, run_id: str) -> None:
+    def __init__(self, directory: AnyPath | str, run_id: str) -> None:
         try:
             self.run_id = plain_name(run_id)
         except ValueError as error:
             raise ConfigError(f"run id: {error}") from error
-        self.directory = Path(directory)
+        self.directory = place_of(directory)
         self.path = self.directory / run_id
 
     @staticmethod
-    def runs(directory: Path | str) -> list[str]:
+    def runs(directory: AnyPath | str) -> list[str]:
         """The runs in a store directory, by name."""
-        path = Path(directory)
+        path = place_of(directory)
         if not path.is_dir():
             raise UnavailableError(f"{path} is not a directory")
         found = []
@@ -91,9 +92,9 @@ class Store(StoreTarget):
         return max((int(m[1]) for m in matches if m is not None), default=-1)
 
     @staticmethod
-    def newest_run(directory: Path | str) -> str | None:
+    def newest_run(directory: AnyPath | str) -> str | None:
         """The run that was published to last, by the file system's own times; None if there is none."""
-        path, found = Path(directory), list[tuple[float, str]]()
+        path, found = place_of(directory), list[tuple[float, str]]()
         for run in Store.runs(path) if path.is_dir() else []:
             for entry in (path / run).iterdir():
                 if _MANIFEST.fullmatch(entry.name):
@@ -115,7 +116,7 @@ class Store(StoreTarget):
             )
         return manifest
 
-    def payload_path(self, manifest: VersionManifest) -> Path:
+    def payload_path(self, manifest: VersionManifest) -> Any:
         """The folder of a version's payload; of a full one: a Hugging Face checkpoint directory."""
         return self.path / manifest.directory
 

@@ -16,6 +16,7 @@ from weightsync.codec import (
 )
 from weightsync.codec.spans import Bytes
 from weightsync.errors import ConfigError, IntegrityError
+from weightsync.store.chain import read_exactly
 from weightsync.store.directory import Store
 from weightsync.store.payload import DEFAULT_FILE_BYTES, RecordWriter, commit, payload_folder
 from weightsync.store.version import TensorEntry, VersionKind, VersionManifest
@@ -46,8 +47,8 @@ def fold(store: Store, base_version: int, version: int) -> VersionManifest:
         entries = []
         for entry in last.tensors:
             tensor = files[entry.meta.name]
-            path = store.payload_path(way[0]) / tensor.file
-            old = np.fromfile(path, np.uint8, entry.meta.num_bytes, offset=tensor.offset_bytes)
+            old: Bytes = np.empty(entry.meta.num_bytes, dtype=np.uint8)
+            read_exactly(store.payload_path(way[0]) / tensor.file, tensor.offset_bytes, old)
             _advance(store, way[1:], entry.meta, old)
             new = old.copy()
             _advance(store, chain, entry.meta, new)

@@ -38,6 +38,7 @@ from weightsync.store.durable import (
     write_durable,
 )
 from weightsync.store.mapped import MappedFiles
+from weightsync.store.object_path import AnyPath
 from weightsync.store.version import (
     Identity,
     TensorEntry,
@@ -306,7 +307,7 @@ def _state_bytes(state: _State) -> bytes:
     return json.dumps(asdict(state)).encode()
 
 
-def _pieces(path: Path) -> Iterator[bytes]:
+def _pieces(path: AnyPath) -> Iterator[bytes]:
     try:
         with path.open("rb", buffering=0) as file:
             while piece := file.read(_COPY_BYTES):

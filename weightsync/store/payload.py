@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shutil
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final
 
 from weightsync.checkpoints import INDEX_FILE, write_header
@@ -15,7 +13,14 @@ from weightsync.codec import tensor_digest
 from weightsync.codec.spans import Digests
 from weightsync.faults import reach
 from weightsync.store.directory import Store
-from weightsync.store.durable import create_file, named_errors, sync_directory, write_durable
+from weightsync.store.durable import (
+    create_file,
+    named_errors,
+    remove_tree,
+    sync_directory,
+    write_durable,
+)
+from weightsync.store.object_path import AnyPath
 from weightsync.store.version import FileEntry, TensorEntry, VersionManifest
 from weightsync.store.weights import Weight
 from weightsync.types import TensorMeta
@@ -26,7 +31,7 @@ DEFAULT_FILE_BYTES: Final = 1 << 30
 class RecordWriter:
     """Payload files of records, cut at tensors."""
 
-    def __init__(self, folder: Path, file_bytes: int) -> None:
+    def __init__(self, folder: AnyPath, file_bytes: int) -> None:
         self._folder = folder
         self._file_bytes = file_bytes
         self._pending: list[bytes] = []
@@ -64,7 +69,7 @@ class RecordWriter:
 
 
 @contextlib.contextmanager
-def payload_folder(store: Store, stem: str) -> Iterator[Path]:
+def payload_folder(store: Store, stem: str) -> Iterator[Any]:
     """A payload folder with a name of its own; removed again if the block raises."""
     folder = store.path / f"{stem}-{uuid.uuid4().hex[:12]}"
     with named_errors("creating", folder):
@@ -72,7 +77,7 @@ def payload_folder(store: Store, stem: str) -> Iterator[Path]:
     try:
         yield folder
     except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_tree(folder)
         raise
 
 
@@ -87,7 +92,7 @@ def commit(store: Store, manifest: VersionManifest) -> None:
 
 
 def write_full(
-    folder: Path, weights: Sequence[Weight], file_bytes: int, extra: Mapping[str, bytes]
+    folder: AnyPath, weights: Sequence[Weight], file_bytes: int, extra: Mapping[str, bytes]
 ) -> tuple[FileEntry, ...]:
     """A Hugging Face directory of these tensors, durable."""
     shards: list[list[Weight]] = [[]]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -23,6 +22,7 @@ from weightsync.errors import VersionError
 from weightsync.native_delta import Place
 from weightsync.store.directory import Store
 from weightsync.store.durable import sync_directory
+from weightsync.store.object_path import AnyPath
 from weightsync.store.payload import (
     DEFAULT_FILE_BYTES,
     RecordWriter,
@@ -202,7 +202,8 @@ class Publisher(StoreSource):
             commit(self.store, manifest)
         self._snapshot = None  # neither one nor the other until all is copied
         if encoded.records is not None:
-            _advance(snapshot, encoded.records)
+            with ThreadPoolExecutor(self._threads, "weightsync-advance") as pool:
+                list(pool.map(lambda item: _advance(snapshot, *item), encoded.records.items()))
         self._snapshot = _Snapshot(manifest.target, snapshot.weights, encoded.digests)
         return manifest
 
@@ -224,7 +225,7 @@ class Publisher(StoreSource):
 
     def _full(
         self,
-        folder: Path,
+        folder: AnyPath,
         encoded: Encoded,
         snapshot: _Snapshot,
         kind: VersionKind = VersionKind.FULL,
@@ -246,7 +247,7 @@ class Publisher(StoreSource):
 
     def _delta(
         self,
-        folder: Path,
+        folder: AnyPath,
         encoded: Encoded,
         records: dict[str, list[tuple[Place, bytes]]],
         snapshot: _Snapshot,
@@ -276,22 +277,19 @@ class Publisher(StoreSource):
             )
 
 
-def _advance(snapshot: _Snapshot, records: dict[str, list[tuple[Place, bytes]]]) -> None:
-    """Take the snapshot to what was published, from the records: the weights may be others by now.
-
-    Raises :class:`IntegrityError` if the records do not lead there.
-    """
-    for name, found in records.items():
-        data, digests = snapshot.weights[name].data, snapshot.digests[name].copy()
-        for place, record in found:
-            changes = decode_record(
-                place,
-                np.frombuffer(record, dtype=np.uint8),
-                span_bytes(data, place),
-                span_digests(digests, place),
-                are_digests_known=True,
-            )
-            apply_changes(data, changes)
+def _advance(snapshot: _Snapshot, name: str, records: list[tuple[Place, bytes]]) -> None:
+    """Take a tensor of the snapshot to what was published, from the records: the weights may be others
+    by now. Raises :class:`IntegrityError` if the records do not lead there."""
+    data, digests = snapshot.weights[name].data, snapshot.digests[name].copy()
+    for place, record in records:
+        changes = decode_record(
+            place,
+            np.frombuffer(record, dtype=np.uint8),
+            span_bytes(data, place),
+            span_digests(digests, place),
+            are_digests_known=True,
+        )
+        apply_changes(data, changes)
 
 
 __all__ = ["DEFAULT_FILE_BYTES", "Encoded", "Publisher", "Weight", "Weights", "weights_of"]

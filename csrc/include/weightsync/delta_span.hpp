@@ -104,6 +104,16 @@ void delta_block_digests(const DeltaPlace& place, const unsigned char* data,
 void delta_scatter(int element_bytes, unsigned char* target, std::int64_t num_elements,
                    const std::uint32_t* positions, const unsigned char* values, std::int64_t count);
 
+// The same, and what was there goes to `former`.
+void delta_exchange(int element_bytes, unsigned char* target, std::int64_t num_elements,
+                    const std::uint32_t* positions, const unsigned char* values,
+                    unsigned char* former, std::int64_t count);
+
+// How many of those elements do not hold these values.
+std::int64_t delta_count_different(int element_bytes, const unsigned char* target,
+                                   std::int64_t num_elements, const std::uint32_t* positions,
+                                   const unsigned char* values, std::int64_t count);
+
 // For tests: the kernels that delta_encode and delta_decode use from now on in this thread.
 void delta_use_portable(bool is_portable);
 

@@ -1,0 +1,46 @@
+#include "weightsync/delta_patch.hpp"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+namespace weightsync {
+namespace {
+
+void check_row(const PatchRow& row, std::int64_t number) {
+    const auto size = static_cast<std::uint64_t>(row.element_bytes);
+    const bool has_size = size == 1 || size == 2 || size == 4;
+    const bool has_addresses = row.target != 0 && row.positions != 0 && row.values != 0 &&
+                               row.former != 0 && row.count >= 0 && row.count <= UINT32_MAX;
+    if (!has_size || !has_addresses || (row.target | row.values | row.former) % size != 0 ||
+        row.positions % 4 != 0) {
+        throw std::invalid_argument("patch row " + std::to_string(number) +
+                                    ": an address is null or unaligned, or elements of " +
+                                    std::to_string(row.element_bytes) + " bytes");
+    }
+}
+
+}  // namespace
+
+std::vector<PatchUnit> cut_patch(const PatchRow* rows, std::int64_t num_rows) {
+    std::vector<PatchUnit> units;
+    for (std::int64_t i = 0; i < num_rows; ++i) {
+        check_row(rows[i], i);
+        for (std::int64_t start = 0; start < rows[i].count; start += kPatchUnit) {
+            units.push_back({static_cast<std::uint32_t>(i), static_cast<std::uint32_t>(start)});
+        }
+    }
+    return units;
+}
+
+std::int64_t run_patch(const PatchRow* rows, std::int64_t num_rows, PatchWork work) {
+    std::int64_t different = 0;
+    for (const PatchUnit& unit : cut_patch(rows, num_rows)) {
+        const PatchRow& row = rows[unit.row];
+        const std::int64_t stop = std::min<std::int64_t>(row.count, unit.start + kPatchUnit);
+        for (std::int64_t i = unit.start; i < stop; ++i) different += patch_any(work, row, i);
+    }
+    return different;
+}
+
+}  // namespace weightsync

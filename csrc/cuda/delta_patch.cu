@@ -1,0 +1,92 @@
+#include "tables.cuh"
+#include "weightsync/delta_patch.hpp"
+
+namespace weightsync {
+namespace {
+
+constexpr int kThreads = 256;
+
+// A block a unit. Changed elements lie some hundred bytes apart, so each is a sector of its own and
+// what counts is how many are in flight: eight a thread.
+template <PatchWork work>
+__global__ __launch_bounds__(kThreads) void patch_kernel(const PatchRow* __restrict__ rows,
+                                                         const PatchUnit* __restrict__ units,
+                                                         unsigned long long* different) {
+    const PatchUnit unit = units[blockIdx.x];
+    const PatchRow row = rows[unit.row];
+    std::uint64_t count = 0;
+#pragma unroll
+    for (std::uint32_t step = 0; step < kPatchUnit / kThreads; ++step) {
+        const std::int64_t i = std::int64_t{unit.start} + step * kThreads + threadIdx.x;
+        if (i < row.count) count += patch_any(work, row, i) ? 1 : 0;
+    }
+    if (work == PatchWork::compare || work == PatchWork::compare_former) {
+        count = cuda::warp_sum(count);
+        if (cuda::this_lane() == 0 && count != 0) atomicAdd(different, count);
+    }
+}
+
+}  // namespace
+
+struct CudaPatchTable::State {
+    int device;
+    std::vector<PatchUnit> cut;
+    cuda::DeviceArray<PatchRow> rows;
+    cuda::DeviceArray<PatchUnit> units;
+    cuda::DeviceArray<unsigned long long> different;
+
+    template <PatchWork work>
+    void launch(cudaStream_t stream) {
+        patch_kernel<work><<<static_cast<unsigned>(cut.size()), kThreads, 0, stream>>>(
+            rows.get(), units.get(), different.get());
+        cuda::check(cudaGetLastError(), "launch of patch_kernel", device);
+    }
+};
+
+CudaPatchTable::CudaPatchTable(const PatchRow* rows, std::int64_t num_rows, int device) {
+    cuda::checked_device(device);
+    std::vector<PatchUnit> cut = cut_patch(rows, num_rows);
+    const std::vector<PatchRow> copied(rows, rows + num_rows);
+    state_.reset(new State{device, cut, cuda::DeviceArray<PatchRow>(copied, device),
+                           cuda::DeviceArray<PatchUnit>(cut, device),
+                           cuda::DeviceArray<unsigned long long>(1, device)});
+}
+
+CudaPatchTable::~CudaPatchTable() = default;
+
+std::int64_t CudaPatchTable::run(std::uintptr_t stream, PatchWork work) {
+    State& s = *state_;
+    if (s.cut.empty()) return 0;
+    const cuda::DeviceScope scope(s.device);
+    const cudaStream_t on = cuda::as_stream(stream);
+    cuda::check(cudaMemsetAsync(s.different.get(), 0, sizeof(unsigned long long), on),
+                "cudaMemsetAsync", s.device);
+    switch (work) {
+        case PatchWork::exchange:
+            s.launch<PatchWork::exchange>(on);
+            break;
+        case PatchWork::take_back:
+            s.launch<PatchWork::take_back>(on);
+            break;
+        case PatchWork::compare:
+            s.launch<PatchWork::compare>(on);
+            break;
+        default:
+            s.launch<PatchWork::compare_former>(on);
+            break;
+    }
+    unsigned long long found = 0;
+    cuda::check(
+        cudaMemcpyAsync(&found, s.different.get(), sizeof(found), cudaMemcpyDeviceToHost, on),
+        "cudaMemcpyAsync", s.device);
+    cuda::check(cudaStreamSynchronize(on), "cudaStreamSynchronize", s.device);
+    return static_cast<std::int64_t>(found);
+}
+
+void CudaPatchTable::close() {
+    state_->rows.close();
+    state_->units.close();
+    state_->different.close();
+}
+
+}  // namespace weightsync

@@ -1,0 +1,110 @@
+"""A delta on weights in device memory: uploaded while the engine generates, applied by one launch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsync import native
+from weightsync.bucket import align
+from weightsync.device_tables import (
+    CPU,
+    DeviceMemory,
+    cuda_errors,
+    cuda_index,
+    stream_of,
+    write_bytes,
+)
+from weightsync.errors import IntegrityError
+
+_COLUMNS: Final = 6  # target, positions, values, former, count, bytes of an element
+
+
+class Work(Enum):
+    """What a run of a table does; the value is the native code."""
+
+    EXCHANGE = 0
+    TAKE_BACK = 1
+    COMPARE = 2
+    COMPARE_FORMER = 3
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceWrite:
+    """Elements of a span at ``target_ptr`` on a device that get new values, both still on the host."""
+
+    target_ptr: int
+    positions: npt.NDArray[np.uint32]
+    values: npt.NDArray[Any]
+
+
+class DevicePatch:
+    """The writes of a delta on ``device``: positions, values and what they overwrite lie there, 8 bytes a
+    changed element of 2 bytes. On the CPU the same code runs over memory of this process, for tests."""
+
+    def __init__(self, writes: Sequence[DeviceWrite], device: str) -> None:
+        self._device = device
+        offsets, used = [], 0
+        for write in writes:
+            sizes = (write.positions.nbytes, write.values.nbytes, write.values.nbytes)
+            starts = []
+            for size in sizes:
+                starts.append(used)
+                used = align(used + size)
+            offsets.append(starts)
+        self._memory: Any = np.zeros(max(used, 1), dtype=np.uint8) if device == CPU else None
+        if device != CPU:
+            self._memory = DeviceMemory(max(used, 1), device)
+        base = self._memory.ctypes.data if device == CPU else self._memory.ptr
+        rows = np.zeros((len(writes), _COLUMNS), dtype=np.uint64)
+        for i, (write, starts) in enumerate(zip(writes, offsets, strict=True)):
+            write_bytes(base + starts[0], write.positions.tobytes(), device)
+            write_bytes(base + starts[1], write.values.tobytes(), device)
+            at = [write.target_ptr, *(base + start for start in starts)]
+            rows[i] = [*at, write.positions.size, write.values.itemsize]
+        self.num_changed = sum(write.positions.size for write in writes)
+        self._rows = rows
+        self._table: Any = None
+        if device != CPU:
+            with cuda_errors(device):
+                self._table = native.extension.CudaPatchTable(
+                    rows.ctypes.data, len(rows), cuda_index(device)
+                )
+
+    def run(self, work: Work) -> int:
+        """Do it, wait for it; the number of elements that differ, for comparisons."""
+        if self._table is None:
+            return native.extension.run_patch(self._rows.ctypes.data, len(self._rows), work.value)
+        with cuda_errors(self._device):
+            found: int = self._table.run(stream_of(cuda_index(self._device)), work.value)
+            return found
+
+    def put(self) -> None:
+        """Write everything, keeping what was there."""
+        self.run(Work.EXCHANGE)
+
+    def check(self) -> None:
+        """Raises :class:`IntegrityError` unless every element holds its new value."""
+        self._compare(Work.COMPARE, "written")
+
+    def take_back(self) -> None:
+        """Undo :meth:`put`. Raises :class:`IntegrityError` if that cannot be seen."""
+        self.run(Work.TAKE_BACK)
+        self._compare(Work.COMPARE_FORMER, "taken back")
+
+    def _compare(self, work: Work, what: str) -> None:
+        if wrong := self.run(work):
+            raise IntegrityError(f"{wrong} of {self.num_changed} elements are not what was {what}")
+
+    def close(self) -> None:
+        """Free what lies on the device. Idempotent."""
+        if self._table is not None:
+            with cuda_errors(self._device):
+                self._table.close()
+            self._table = None
+            self._memory.close()
