@@ -13,6 +13,7 @@ from core_models import trained_moe, trained_tiny
 from processes import Child
 from transports.test_ipc_cuda_memory import visible_name
 
+from engine_adapter.core.text import load_tokenizer
 from weightsync import native
 
 pytestmark = pytest.mark.gpu
@@ -94,8 +95,10 @@ def test_a_trained_model_answers_the_same(
 ) -> None:
     directory = trained_tiny() if split is TP else trained_moe(tmp_path / "model")
     one = small_engine(directory, **ON_CUDA)
+    tokenizer = load_tokenizer(trained_tiny())
+    assert tokenizer is not None
     asked = [
-        one.tokenizer.encode(f"{left:02}+{right:02}=") for left in (3, 29, 68) for right in (1, 58)
+        tokenizer.encode(f"{left:02}+{right:02}=") for left in (3, 29, 68) for right in (1, 58)
     ]
     first, second = start(directory, split).ask({"do": "generate", "prompts": asked})
     assert first == second
