@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 from weightsync import config
-from weightsync.bucket import cut_buckets
+from weightsync.bucket import cut_stream
 from weightsync.cli.versions import versions
 from weightsync.deadline import Deadline
 from weightsync.device_tables import CPU, segment_copy
@@ -82,7 +82,7 @@ class Model:
         return list(digest_tensors(named, num_threads=config.num_threads()).values())
 
     def cuts(self, bucket_bytes: int) -> list[list[Any]]:
-        return [list(cuts) for cuts in cut_buckets(self.sizes, bucket_bytes)]
+        return [list(cuts) for cuts in cut_stream(self.sizes, bucket_bytes)]
 
     def at(self, cut: Any) -> int:
         return int(self.tensors[cut.item].data_ptr()) + cut.start_bytes

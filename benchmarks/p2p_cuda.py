@@ -37,7 +37,7 @@ import numpy as np
 import torch
 
 from weightsync import native
-from weightsync.bucket import cut_buckets
+from weightsync.bucket import cut_stream
 from weightsync.deadline import Deadline
 from weightsync.device_tables import CudaCopy, owned_digests, segment_copy
 from weightsync.plan import slot_bytes
@@ -126,7 +126,7 @@ class RawPeer:
 
 
 def cuts_of(sizes: list[int], bucket_bytes: int) -> list[list[Any]]:
-    return [list(cuts) for cuts in cut_buckets(sizes, bucket_bytes)]
+    return [list(cuts) for cuts in cut_stream(sizes, bucket_bytes)]
 
 
 # -- the trainer's process ------------------------------------------------------------------------

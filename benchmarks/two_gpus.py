@@ -13,7 +13,8 @@ turns in each round, in a new order; each is checked first, by the digest of eve
     p2p direct        ours, as it is within one machine: one launch over mapped memory
     p2p nixl          ours, as between machines: merged reads
 
-    python benchmarks/two_gpus.py [--tiny] [--model NAME ...] [--rounds N] [--bucket SIZE] [--json FILE]
+    python benchmarks/two_gpus.py [--tiny] [--model NAME ...] [--rounds N] [--bucket SIZE] [--only NAME ...]
+                                  [--json FILE]
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ import torch
 import torch.distributed as dist
 
 from weightsync import native
-from weightsync.bucket import cut_buckets
+from weightsync.bucket import Cut, cut_stream
 from weightsync.cli.versions import versions
 from weightsync.deadline import Deadline
 from weightsync.device_tables import CudaCopy, owned_digests, segment_copy
@@ -87,20 +88,24 @@ class Model:
         for i in np.random.default_rng(seed).permutation(len(sizes)).tolist():
             self.offsets[i] = at
             at += padded[i]
+        self.ptrs = [self.arena.data_ptr() + offset for offset in self.offsets]
+        self._digests: Any = None
         torch.cuda.synchronize()
 
-    @property
-    def ptrs(self) -> list[int]:
-        return [self.arena.data_ptr() + offset for offset in self.offsets]
-
-    def tensor(self, i: int) -> Any:
-        return self.arena[self.offsets[i] : self.offsets[i] + self.sizes[i]]
+    def tensors(self) -> list[Any]:
+        rows = zip(self.offsets, self.sizes, strict=True)
+        return [self.arena[offset : offset + size] for offset, size in rows]
 
     def regions(self) -> list[RegionAddress]:
         rows = zip(self.ptrs, self.sizes, strict=True)
         return [RegionAddress(i, ptr, size, DEVICE) for i, (ptr, size) in enumerate(rows)]
 
     def digests(self) -> list[int]:
+        if self._digests is None:
+            self._digests = self._make_digests()
+        return [int(d) for d in self._digests.run(1)]
+
+    def _make_digests(self) -> Any:
         rows, owners = [], []
         for i, (ptr, size) in enumerate(zip(self.ptrs, self.sizes, strict=True)):
             made = digest_rows(
@@ -109,7 +114,24 @@ class Model:
             )  # fmt: skip
             rows += made
             owners += [i] * len(made)
-        return [int(d) for d in owned_digests(rows, owners, len(self.sizes), DEVICE).run(1)]
+        return owned_digests(rows, owners, len(self.sizes), DEVICE)
+
+    def columns(self, cuts: list[Cut]) -> tuple[list[int], list[int], list[int]]:
+        """Where these cuts lie here, where in their bucket, and how many bytes each has."""
+        ptrs = [self.ptrs[c.item] + c.start_bytes for c in cuts]
+        return ptrs, [c.offset_bytes for c in cuts], [c.num_bytes for c in cuts]
+
+
+class Progress:
+    """Says on standard error how long each part took."""
+
+    def __init__(self, who: str) -> None:
+        self._who, self._last_s = who, time.perf_counter()
+
+    def done(self, part: str) -> None:
+        now_s = time.perf_counter()
+        print(f"{self._who}: {part} {now_s - self._last_s:.2f} s", file=sys.stderr, flush=True)
+        self._last_s = now_s
 
 
 def plain_table(source: Any, target: Any, sizes: Any) -> Any:
@@ -154,12 +176,15 @@ class Trainer:
     """Does what this file's other process asks for, one line at a time."""
 
     def __init__(self, args: argparse.Namespace) -> None:
+        progress = Progress("trainer")
         self.model = Model(sizes_of(args.model[0], args.tiny), seed=1)
         words = self.model.arena[: self.model.arena.nbytes // 8 * 8].view(torch.int64)
         words.random_(generator=torch.Generator(DEVICE).manual_seed(7))
         self.big = torch.zeros(NIXL_BYTES, dtype=torch.uint8, device=DEVICE)
         torch.cuda.synchronize()
+        progress.done("memory")
         self.packs = self._make_packs(args.bucket_bytes)
+        progress.done("packs")
         self.nixl = None if args.no_nixl else RawNixl("raw-trainer", self.big)
         if self.nixl is not None:
             self.nixl.serve()
@@ -167,14 +192,20 @@ class Trainer:
         port = free_port()
         self._joined = threading.Thread(target=join_nccl, args=(port, 0))
         self._joined.start()
+        progress.done("ends")
+        digests, regions = self.model.digests(), self.model.regions()
+        progress.done("digests")
+        published = {
+            name: dict(s.direct().publish(regions))
+            for name, s in self.sources.items()
+            if name != "broadcast"
+        }
+        progress.done("publish")
         say(
             {
-                "port": port, "big": self.big.data_ptr(), "digests": self.model.digests(),
+                "port": port, "big": self.big.data_ptr(), "digests": digests,
                 "sources": {name: dict(s.descriptor()) for name, s in self.sources.items()},
-                "published": {
-                    name: dict(s.direct().publish(self.model.regions()))
-                    for name, s in self.sources.items() if name != "broadcast"
-                },
+                "published": published,
                 "nixl": "" if self.nixl is None
                 else base64.b64encode(self.nixl.agent.get_agent_metadata()).decode(),
             }
@@ -187,24 +218,22 @@ class Trainer:
 
     def _make_packs(self, bucket_bytes: int) -> list[SlotPack]:
         packs = []
-        for cuts in cut_buckets(self.model.sizes, bucket_bytes):
-            rows = plain_table(
-                [self.model.ptrs[c.item] + c.start_bytes for c in cuts],
-                [c.offset_bytes for c in cuts],
-                [c.num_bytes for c in cuts],
-            )
+        for cuts in cut_stream(self.model.sizes, bucket_bytes):
+            ptrs, offsets, sizes = self.model.columns(cuts)
+            rows = plain_table(ptrs, offsets, sizes)
             data_bytes = cuts[-1].offset_bytes + cuts[-1].num_bytes
             packs.append(SlotPack(segment_copy(rows, DEVICE), b"", data_bytes, DEVICE))
         return packs
 
     def run(self) -> None:
+        tensors = self.model.tensors()
         for line in sys.stdin:
             match line.strip():
                 case "nccl":
                     dist.broadcast(self.model.arena, src=0)
                 case "nccl per tensor":
-                    for i in range(len(self.model.sizes)):
-                        dist.broadcast(self.model.tensor(i), src=0)
+                    for tensor in tensors:
+                        dist.broadcast(tensor, src=0)
                 case "broadcast":
                     self._fill()
                 case "end":
@@ -254,22 +283,29 @@ class Engine:
     """What each candidate does, on one set of tensors."""
 
     def __init__(self, args: argparse.Namespace, trainer: Any) -> None:
+        progress = Progress("engine")
         self.model = Model(sizes_of(args.model[0], args.tiny), seed=2)
+        self._tensors = self.model.tensors()
         self._trainer, self._args = trainer, args
         line = trainer.stdout.readline()
         while line and not line.startswith("{"):
             line = trainer.stdout.readline()
         self.remote = json.loads(line)
+        progress.done("memory, and waiting for the trainer")
         join_nccl(self.remote["port"], 1)
+        progress.done("NCCL")
         self.targets: dict[str, Any] = {}
         self._reads: dict[str, Any] = {}
         for name, descriptor in self.remote["sources"].items():
             self.targets[name] = transport_of(name).open_target(
                 descriptor, deadline("attach"), DEVICE
             )
+            progress.done(f"attach {name}")
         self.ring = self.targets["broadcast"].stream(deadline("ring"), DEVICE)
+        progress.done("ring")
         for name in self.remote["published"]:
             self._prepare(name)
+            progress.done(f"open and prepare {name}")
         self._unpacks = self._make_unpacks(args.bucket_bytes)
         self._big = torch.zeros(NIXL_BYTES, dtype=torch.uint8, device=DEVICE)
         size = min(COPY_BYTES, max(self.model.total_bytes, 2**20))
@@ -280,6 +316,7 @@ class Engine:
         torch.cuda.synchronize()
         if not args.no_nixl:
             self._connect_nixl()
+        progress.done("unpacks and floors")
 
     def _prepare(self, name: str) -> None:
         direct = self.targets[name].direct()
@@ -288,17 +325,11 @@ class Engine:
         self._reads[name] = direct.prepare(plain_table(sources, self.model.ptrs, self.model.sizes))
 
     def _make_unpacks(self, bucket_bytes: int) -> list[CudaCopy]:
-        return [
-            CudaCopy(
-                plain_table(
-                    [c.offset_bytes for c in cuts],
-                    [self.model.ptrs[c.item] + c.start_bytes for c in cuts],
-                    [c.num_bytes for c in cuts],
-                ),
-                DEVICE,
-            )
-            for cuts in cut_buckets(self.model.sizes, bucket_bytes)
-        ]
+        unpacks = []
+        for cuts in cut_stream(self.model.sizes, bucket_bytes):
+            ptrs, offsets, sizes = self.model.columns(cuts)
+            unpacks.append(CudaCopy(plain_table(offsets, ptrs, sizes), DEVICE))
+        return unpacks
 
     def _connect_nixl(self) -> None:
         self._nixl = RawNixl("raw-engine", self._big)
@@ -320,7 +351,8 @@ class Engine:
             found["nixl"] = self._run_nixl
             found["p2p direct"] = lambda: self._run_direct("p2p direct")
             found["p2p nixl"] = lambda: self._run_direct("p2p nixl")
-        return found
+        only = self._args.only
+        return {name: found[name] for name in found if not only or name in only}
 
     def _ask(self, word: str) -> None:
         self._trainer.stdin.write(word + "\n")
@@ -335,8 +367,8 @@ class Engine:
 
     def _run_per_tensor(self) -> int:
         self._ask("nccl per tensor")
-        for i in range(len(self.model.sizes)):
-            dist.broadcast(self.model.tensor(i), src=0)
+        for tensor in self._tensors:
+            dist.broadcast(tensor, src=0)
         torch.cuda.synchronize()
         return self.model.total_bytes
 
@@ -384,10 +416,11 @@ class Engine:
 
 def measure(engine: Engine, rounds: int) -> dict[str, list[float]]:
     """GB/s of each candidate in each round."""
-    candidates = engine.candidates()
+    candidates, progress = engine.candidates(), Progress("engine")
     for name, action in candidates.items():
         engine.check(name, action)
         action()
+        progress.done(f"check of {name}")
     rates: dict[str, list[float]] = {name: [] for name in candidates}
     order = list(candidates)
     shuffle = random.Random(1).shuffle
@@ -397,6 +430,7 @@ def measure(engine: Engine, rounds: int) -> dict[str, list[float]]:
             start_s = time.perf_counter()
             num_bytes = candidates[name]()
             rates[name].append(num_bytes / (time.perf_counter() - start_s) / 1e9)
+        progress.done("a round")
     return rates
 
 
@@ -405,15 +439,15 @@ def summarise(rates: dict[str, list[float]]) -> list[dict[str, Any]]:
     for name, found in rates.items():
         floor = FLOORS.get(name)
         share = None
-        if floor is not None:
+        if floor in rates:
             share = statistics.median(a / b for a, b in zip(found, rates[floor], strict=True))
-        slow = rates["nccl per tensor"]
+        slow = rates.get("nccl per tensor")
         rows.append(
             {
                 "candidate": name, "gb_per_s": statistics.median(found), "best": max(found),
                 "floor": floor, "of_floor": share,
-                "times_per_tensor":
-                statistics.median(a / b for a, b in zip(found, slow, strict=True)),
+                "times_per_tensor": None if slow is None
+                else statistics.median(a / b for a, b in zip(found, slow, strict=True)),
             }
         )  # fmt: skip
     return rows
@@ -451,10 +485,10 @@ def run_model(model: str, args: argparse.Namespace) -> dict[str, Any]:
     print(f"{model}: {num} tensors, {format_bytes(total)}; bucket {args.bucket} x {args.slots}")
     print(f"{'candidate':17} {'GB/s':>7} {'best':>7} {'of its floor':>26} {'x per tensor':>13}")
     for row in rows:
-        share = "" if row["floor"] is None else f"{row['of_floor']:.1%} of {row['floor']}"
+        share = "" if row["of_floor"] is None else f"{row['of_floor']:.1%} of {row['floor']}"
         print(
             f"{row['candidate']:17} {row['gb_per_s']:7.1f} {row['best']:7.1f} {share:>26} "
-            f"{row['times_per_tensor']:13.2f}",
+            f"{row['times_per_tensor'] or float('nan'):13.2f}",
             flush=True,
         )
     return {"model": model, "tensors": num, "bytes": total, "paths": paths, "rows": rows}
@@ -469,6 +503,7 @@ def main() -> None:
     parser.add_argument("--bucket", default="1GiB", help="bytes of a slot")
     parser.add_argument("--slots", type=int, default=3)
     parser.add_argument("--no-nixl", action="store_true", help="without p2p")
+    parser.add_argument("--only", nargs="*", metavar="NAME", help="candidates, of those above")
     parser.add_argument("--json", type=Path, help="write every result here")
     parser.add_argument("--trainer", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -19,7 +19,7 @@ def serve(pipe: Pipe) -> None:
     torch.set_num_threads(1)
     task = pipe.receive()
     dist.init_process_group(
-        "gloo",
+        task.get("backend", "gloo"),
         store=dist.FileStore(task["store"], 2),
         rank=task["rank"],
         world_size=2,
@@ -45,7 +45,7 @@ def _engine(task: Any) -> Any:
         task["directory"],
         shards=Shards(task["rank"], 2, **task.get("split", {"tp_size": 2})),
         group=Group.of(dist.group.WORLD),
-        **SMALL,
+        **{**SMALL, **task.get("settings", {})},
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -10,7 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightsync.bucket import BucketMetadata, Cut, FlattenedTensorBucket, cut_buckets, unpack_all
+from weightsync.bucket import (
+    BucketMetadata,
+    Cut,
+    FlattenedTensorBucket,
+    cut_buckets,
+    cut_stream,
+    unpack_all,
+)
 from weightsync.errors import CapacityError, ConfigError, LayoutError, ProtocolError
 from weightsync.tensors import view_of
 from weightsync.types import BUCKET_ALIGNMENT_BYTES, ITEM_BYTES, item_bytes
@@ -188,9 +196,32 @@ def test_cutting_is_lazy() -> None:
     assert len(next(cut_buckets(endless(), 1024))) == 4
 
 
+def bytes_of(buckets: list[list[Cut]]) -> list[int]:
+    return [sum(c.num_bytes for c in b) for b in buckets]
+
+
+def test_a_stream_begins_and_ends_with_small_buckets() -> None:
+    mib = 2**20
+    found = list(cut_stream([4 * mib] * 512, 256 * mib))
+    assert sum(bytes_of(found)) == 2048 * mib
+    assert bytes_of(found)[:4] == [32 * mib, 96 * mib, 256 * mib, 256 * mib]
+    assert bytes_of(found)[-1] <= 32 * mib
+    for before, after in itertools.pairwise(bytes_of(found)):
+        assert before // 4 <= after <= 3 * before, "each hides the filling of the next"
+
+
+@pytest.mark.parametrize(("bucket_mib", "total_mib"), [(16, 100), (4, 100), (256, 16), (256, 3)])
+def test_small_buckets_of_a_stream_are_all_alike(bucket_mib: int, total_mib: int) -> None:
+    sizes = [2**20] * total_mib
+    found = list(cut_stream(sizes, bucket_mib * 2**20))
+    assert found == list(cut_buckets(sizes, min(bucket_mib, 16) * 2**20))
+
+
 def test_a_bucket_that_is_too_small_is_refused() -> None:
     with pytest.raises(ConfigError, match="255 B is too small; at least 256"):
         list(cut_buckets([1], 255))
+    with pytest.raises(ConfigError, match="255 B is too small; at least 256"):
+        list(cut_stream([1], 255))
 
 
 # --- memory -----------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,13 +57,54 @@ def cut_buckets(
     element size divides); empty items take a cut of no bytes. ``max_cuts`` limits a bucket's entries.
     Lazy: a bucket is yielded as soon as it is full.
     """
+    _check_limit(bucket_bytes)
+    return _cut(sizes, lambda _: bucket_bytes, max_cuts)
+
+
+def cut_stream(
+    sizes: Sequence[int], bucket_bytes: int, max_cuts: int | None = None
+) -> Iterator[list[Cut]]:
+    """Likewise, for buckets that are filled, moved and emptied one behind the other.
+
+    Nothing moves while the first is filled, nor while the last is emptied; so the first ones grow to
+    ``bucket_bytes`` and the last ones shrink from it, unless they are small anyhow.
+    """
+    _check_limit(bucket_bytes)
+    total_bytes = sum(align(size) for size in sizes)
+    least_bytes = min(bucket_bytes, max(bucket_bytes // _RAMP, _LEAST_RAMP_BYTES))
+
+    def limit(done_bytes: int) -> int:
+        grown = _RAMP_GROWTH * done_bytes
+        return min(bucket_bytes, max(least_bytes, min(grown, (total_bytes - done_bytes) // 2)))
+
+    return _cut(sizes, limit, max_cuts)
+
+
+#: The share of a full bucket that the first and the last are; a bucket that is a multiple of all before
+#: it is filled while they move, for filling and emptying are some five times as fast as a link.
+_RAMP, _RAMP_GROWTH = 8, 3
+#: Below this a bucket's own cost is more than what it hides.
+_LEAST_RAMP_BYTES = 16 * 2**20
+
+
+def _check_limit(bucket_bytes: int) -> None:
     if bucket_bytes < BUCKET_ALIGNMENT_BYTES:
         raise ConfigError(
             f"a bucket of {bucket_bytes} B is too small; at least {BUCKET_ALIGNMENT_BYTES} B"
         )
-    limit = bucket_bytes // BUCKET_ALIGNMENT_BYTES * BUCKET_ALIGNMENT_BYTES
+
+
+def _cut(
+    sizes: Iterable[int], limit_of: Callable[[int], int], max_cuts: int | None
+) -> Iterator[list[Cut]]:
+    """``limit_of``: the size of the next bucket, by the bytes of all before it."""
     cuts: list[Cut] = []
-    used = 0
+    used = full_bytes = 0
+
+    def next_limit() -> int:
+        return limit_of(full_bytes) // BUCKET_ALIGNMENT_BYTES * BUCKET_ALIGNMENT_BYTES
+
+    limit = next_limit()
     for item, size in enumerate(sizes):
         done = 0
         while True:
@@ -73,7 +114,8 @@ def cut_buckets(
                 is_full or (used + size - done > limit and (size <= limit or used == limit))
             ):
                 yield cuts
-                cuts, used = [], 0
+                full_bytes += used
+                cuts, used, limit = [], 0, next_limit()
             part = min(size - done, limit - used)
             cuts.append(Cut(item, done, part, used))
             used = align(used + part)
@@ -425,5 +467,6 @@ __all__ = [
     "Cut",
     "FlattenedTensorBucket",
     "cut_buckets",
+    "cut_stream",
     "unpack_all",
 ]

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from weightsync.bucket import Cut, cut_buckets
+from weightsync.bucket import Cut, cut_stream
 from weightsync.errors import (
     DTypeMismatchError,
     LayoutError,
@@ -108,7 +108,7 @@ class RefitPlan:
     def buckets(self) -> tuple[tuple[Cut, ...], ...]:
         """The slots of a stream; ``Cut.item`` is the transfer."""
         sizes = self.transfer_bytes.tolist()
-        cuts = cut_buckets(sizes, self.bucket_bytes, max_entries(self.bucket_bytes))
+        cuts = cut_stream(sizes, self.bucket_bytes, max_entries(self.bucket_bytes))
         return tuple(tuple(c) for c in cuts)
 
     @cached_property

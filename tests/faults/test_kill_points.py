@@ -53,6 +53,10 @@ AT_CONNECT = {
 BY_LEASE = {"trainer.connected"}
 #: Points without a row: what happens there is what happens at a neighbour that has one.
 WITHOUT_ROW = {
+    "stream.announced": "of broadcast alone; test_broadcast_group.py",
+    "stream.landing": "likewise",
+    "group.invited": "likewise",
+    "group.join": "likewise",
     "stream.submitted": "as stream.submit, or as trainer.bucket",
     "stream.reset": "after an unclean end on a whole channel; as stream.acquire",
     "stream.release": "as engine.bucket",
