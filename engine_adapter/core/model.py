@@ -78,8 +78,11 @@ class DecoderModel:
         self._sparse = Compute(product, group, gate)
         self.max_positions = _positions(config, max_positions)
         specs = storage_specs(config, self.shards)
+        #: Rows of a step below which products pad it.
+        self.least_rows = 1
         if isinstance(product, CudaProduct):
             product.prove(_product_shapes(specs), dtype, self.device)
+            self.least_rows = product.least_rows
         storages = _allocate(specs, dtype, self.device)
         self.slots = SlotTable(storages, specs, {HEAD: EMBEDDING} if config.is_tied else {})
         self.embed_tokens = storages["embed_tokens"]
