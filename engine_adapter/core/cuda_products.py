@@ -124,7 +124,7 @@ def product_within(
 def tried_rows(out: int) -> int:
     """The largest number of rows that is tried with a weight of ``out`` rows."""
     most = max(ANCHOR_ROWS, _MOST_RESULT_ELEMENTS // out)
-    return max(count for count in _ROW_COUNTS if count <= most)
+    return [count for count in _ROW_COUNTS if count <= most][-1]
 
 
 def find_range(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> RowRange:
