@@ -76,11 +76,12 @@ class DecodeGraphs:
         start = time.monotonic()
         with nullcontext() if pool is None else pool.owning():
             self._capture_all(torch.cuda.graph_pool_handle() if pool is None else pool.id)
-        self._choice = self._faster_sizes()
+        #: Rows of the graph that is used, by the size that would do.
+        self.choice = self._faster_sizes()
         self.capture_s = time.monotonic() - start
 
     def rows_for(self, count: int) -> int:
-        return self._choice[next(size for size in self.sizes if size >= count)]
+        return self.choice[next(size for size in self.sizes if size >= count)]
 
     def load(self, rows: Sequence[DecodeRow]) -> None:
         self._size = self.rows_for(len(rows))

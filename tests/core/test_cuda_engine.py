@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,14 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return small_model(tmp_path_factory.mktemp(request.param), request.param)
 
 
-def generated(directory: Path, prompt: list[int], **settings: Any) -> RequestOutput:
-    (output,) = small_engine(directory, **{**ON_CUDA, **settings}).generate([prompt], SAMPLED)
+def generated(directory: Path, prompt: list[int]) -> RequestOutput:
+    return _generated(directory, tuple(prompt))
+
+
+@cache
+def _generated(directory: Path, prompt: tuple[int, ...]) -> RequestOutput:
+    """Of an engine that has seen nothing else."""
+    (output,) = small_engine(directory, **ON_CUDA).generate([list(prompt)], SAMPLED)
     return output
 
 
