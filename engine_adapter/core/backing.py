@@ -82,7 +82,8 @@ class CudaBacking(Backing):
         self._base, self._num_bytes = core.cuda_arena_reserve(max(num_bytes, 1), self._device)
         self._take()
         window = _Window(self._base, num_bytes)
-        weakref.finalize(window, _free, self._base, self._device)
+        # At the end of the process the driver takes it back by itself.
+        weakref.finalize(window, _free, self._base, self._device).atexit = False
         self.memory = torch.as_tensor(window, device=f"cuda:{self._device}")
 
     def release(self) -> int:

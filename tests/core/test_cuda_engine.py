@@ -19,7 +19,11 @@ from engine_adapter.core.sampling_params import SamplingParams
 from weightsync.errors import ConfigError
 from weightsync.types import PauseMode
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    # Of tiny models, whose products depend on the number of rows: they are padded.
+    pytest.mark.filterwarnings("ignore:rows of products"),
+]
 
 PROBLEMS = [f"{left:02}+{right:02}=" for left in range(3, 100, 13) for right in range(1, 100, 19)]
 LENGTHS = (12, 16, 33, 1, 70, 17)

@@ -16,6 +16,8 @@ from engine_adapter.core.decode_graphs import DecodeGraphs
 from engine_adapter.core.engine import Engine
 from weightsync.errors import CapacityError, UnavailableError
 
+pytestmark = pytest.mark.filterwarnings("ignore:rows of products")  # of tiny models on a GPU
+
 
 class TestOnCpu(MemoryContract):
     settings: ClassVar[dict[str, Any]] = {}
