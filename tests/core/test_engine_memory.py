@@ -8,13 +8,15 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from core_engines import params, prompts, same, small_engine, small_model
+from core_models import make_model, save_model
+from core_traffic import refit, refitted
 from memory_contract import MemoryContract
 
 from engine_adapter.core import backing
 from engine_adapter.core.backing import HostBacking
 from engine_adapter.core.decode_graphs import DecodeGraphs
 from engine_adapter.core.engine import Engine
-from weightsync.errors import CapacityError, UnavailableError
+from weightsync.errors import CapacityError, ReleasedError, UnavailableError, WeightSyncError
 
 pytestmark = pytest.mark.filterwarnings("ignore:rows of products")  # of tiny models on a GPU
 
@@ -41,6 +43,22 @@ def test_pages_go_back_and_neighbours_stay() -> None:
     assert held.release() <= 1 << 20
     held.resume()
     assert HostBacking(torch.empty(10, dtype=torch.uint8)).release() == 0
+
+
+def test_a_sender_fills_what_came_back_empty(tmp_path: Path) -> None:
+    model = make_model("dense", torch.float32, 1)
+    expected = small_engine(save_model(model, tmp_path / "new")).generate(prompts(5, 40), params())
+    engine = small_engine(save_model(make_model("dense", torch.float32, 0), tmp_path / "old"))
+    with refitted(engine) as sender:
+        engine.release_memory()
+        with pytest.raises(WeightSyncError, match="'weights' was given back"):
+            refit(sender, 1, model)
+        engine.resume_memory(["weights"])
+        refit(sender, 2, model)  # the cache may come later
+        with pytest.raises(ReleasedError, match="'kv_cache' was given back"):
+            engine.generate(prompts(5), params())
+        engine.resume_memory()
+        assert all(map(same, engine.generate(prompts(5, 40), params()), expected))
 
 
 @pytest.mark.gpu
