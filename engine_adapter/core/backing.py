@@ -80,7 +80,11 @@ class CudaBacking(Backing):
         self._device = cuda_index(device)
         core = native.extension
         self._base, self._num_bytes = core.cuda_arena_reserve(max(num_bytes, 1), self._device)
-        self._take()
+        try:
+            self._take()
+        except BaseException:
+            _free(self._base, self._device)
+            raise
         window = _Window(self._base, num_bytes)
         # At the end of the process the driver takes it back by itself.
         weakref.finalize(window, _free, self._base, self._device).atexit = False

@@ -25,11 +25,11 @@ ENVIRONMENT: Final = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SI
 #: Rows of the calls that all others are compared with.
 ANCHOR_ROWS: Final = 64
 
-_MOST_ROWS: Final = 2048
-_MOST_RESULT_ELEMENTS: Final = 1 << 27  # of a call that is tried
+_MOST_RESULT_ELEMENTS: Final = 1 << 28  # of a call that is tried
 _ROW_COUNTS: Final[tuple[int, ...]] = (
     *range(1, 65), 65, 80, 95, 96, 97, 127, 128, 129, 160, 191, 192, 193, 224, 255, 256, 257, 288, 320,
     352, 383, 384, 385, 416, 448, 480, 511, 512, 513, 640, 768, 1000, 1024, 1025, 1536, 2047, 2048,
+    3000, 4096, 6144, 8192,
 )  # fmt: skip
 _SEED: Final = 7
 

@@ -79,6 +79,6 @@ def test_the_range_is_around_the_anchor(
 
 
 def test_no_more_rows_are_tried_than_memory_allows() -> None:
-    assert tried_rows(1024) == 2048
-    assert 512 <= tried_rows(151_936) < 1024
+    assert tried_rows(1024) == 8192
+    assert 512 <= tried_rows(151_936) < 2048
     assert tried_rows(1 << 30) == ANCHOR_ROWS
