@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from engine_adapter.core.arena import MemoryKind
 from engine_adapter.core.config import parse_config
 from engine_adapter.core.cuda_launch import launch_on
 from engine_adapter.core.decode_graphs import DecodeGraphs
@@ -75,10 +76,10 @@ def measure_rates() -> Rates:
     return Rates(read, 2 * 8192**3 / seconds(lambda: F.linear(left, right)))
 
 
-def make_engine(name: str, kv_cache_tokens: int, decode: str) -> Engine:
+def make_engine(name: str, kv_cache_tokens: int, decode: str, memory: MemoryKind) -> Engine:
     """An engine with random weights that give tame logits."""
     config = parse_config(get_preset(name).config())
-    model = DecoderModel(config, torch.bfloat16, DEVICE, max_positions=4096)
+    model = DecoderModel(config, torch.bfloat16, DEVICE, max_positions=4096, memory=memory)
     torch.manual_seed(0)
     for storage in model.slots.storages.values():
         if storage.dim() == 1:
@@ -86,7 +87,8 @@ def make_engine(name: str, kv_cache_tokens: int, decode: str) -> Engine:
         else:
             storage.normal_(0.0, storage.shape[-1] ** -0.5)
     settings = EngineConfig(
-        kv_cache_tokens=kv_cache_tokens, max_running=REQUESTS, max_step_tokens=8192, decode=decode  # type: ignore[arg-type]
+        kv_cache_tokens=kv_cache_tokens, max_running=REQUESTS, max_step_tokens=8192,
+        decode=decode, memory=memory,  # type: ignore[arg-type]
     )  # fmt: skip
     return Engine(model, settings)
 
@@ -158,6 +160,7 @@ def time_workload(engine: Engine, rates: Rates) -> dict[str, float]:
         for i, count in enumerate(outputs)
     ]
     first = engine.num_steps
+    eager, waits = Stopwatch(engine.runner, "run"), Stopwatch(engine.decode_steps, "take")
     torch.cuda.synchronize()
     start = time.perf_counter()
     engine.generate(prompts, params)
@@ -165,8 +168,63 @@ def time_workload(engine: Engine, rates: Rates) -> dict[str, float]:
     least = roofline_s(Shape(engine), prompts, outputs, rates)
     return {
         "s": taken, "tokens_per_s": sum(outputs) / taken, "share": least / taken,
-        "steps": engine.num_steps - first,
+        "steps": engine.num_steps - first, "eager_s": eager.total_s, "waits_s": waits.total_s,
     }  # fmt: skip
+
+
+class Stopwatch:
+    """The time spent in a method of an object, from now on."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self.total_s = 0.0
+        method = getattr(owner, name, None)
+        if method is None:
+            return
+
+        def timed(*args: Any) -> Any:
+            start = time.perf_counter()
+            found = method(*args)
+            self.total_s += time.perf_counter() - start
+            return found
+
+        setattr(owner, name, timed)
+
+
+def profile_alone(engine: Engine) -> None:
+    """Kernels of steps of one request: how many a step, and the time of each."""
+    prompt = [3 + i % 1000 for i in range(CONTEXT)]
+    params = SamplingParams(temperature=0.6, max_tokens=2, ignore_eos=True, seed=1)
+    engine.generate(prompt, params)  # its prefix is cached from here on
+    params = SamplingParams(temperature=0.6, max_tokens=42, ignore_eos=True, seed=1)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+        engine.generate(prompt, params)
+    rows = sorted(found.key_averages(), key=lambda row: -row.self_device_time_total)
+    for row in rows[:14]:
+        print(
+            f"    {row.self_device_time_total / 40:8.1f} us a step, {row.count / 40:6.1f} of "
+            f"{row.self_device_time_total / row.count:6.2f} us  {row.key[:70]}"
+        )
+
+
+def time_memory(engine: Engine) -> dict[str, float]:
+    """All tags released and resumed, with nothing kept: twice at once, then after a rest."""
+    held = sum(a.num_bytes for a in [*engine.model.arenas, engine.cache.arena])
+    found: dict[str, float] = {"held_bytes": held}
+    for name, rest_s in (("first", 0.0), ("at_once", 0.0), ("rested", 1.0)):
+        start = time.perf_counter()
+        freed = engine.release_memory(backups={"static": "none"})
+        release_s = time.perf_counter() - start
+        time.sleep(rest_s)
+        start = time.perf_counter()
+        engine.resume_memory()
+        resume_s = time.perf_counter() - start
+        found |= {f"{name}_freed_bytes": freed, f"{name}_release_s": release_s}
+        found[f"{name}_resume_s"] = resume_s
+        print(
+            f"  {name}: freed {freed / held:.2%} of {held / 2**30:.1f} GiB in "
+            f"{release_s * 1e3:.1f} ms, back in {resume_s * 1e3:.1f} ms"
+        )
+    return found
 
 
 def time_alone(engine: Engine, rates: Rates) -> dict[str, float]:
@@ -187,16 +245,21 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["qwen3-0.6b", "qwen3-8b"])
     parser.add_argument("--eager", action="store_true", help="without graphs")
     parser.add_argument("--alone", action="store_true", help="one request only")
+    parser.add_argument("--profile", action="store_true", help="kernels of one request's steps")
+    parser.add_argument("--memory", action="store_true", help="also release and resume all memory")
     parser.add_argument("--kv-cache-tokens", type=int, default=320_000)
     parser.add_argument("--json", help="write figures here")
     options = parser.parse_args()
     figures: dict[str, Any] = {}
     for name in options.models:
         start = time.perf_counter()
-        engine = make_engine(name, options.kv_cache_tokens, "eager" if options.eager else "auto")
+        decode = "eager" if options.eager else "auto"
+        kind = MemoryKind.RELEASABLE if options.memory else MemoryKind.PLAIN
+        engine = make_engine(name, options.kv_cache_tokens, decode, kind)
         found: dict[str, Any] = {"start_s": time.perf_counter() - start}
         if isinstance(engine.decode_steps, DecodeGraphs):
             found["capture_s"] = engine.decode_steps.capture_s
+            print(f"  rows of a graph by rows wanted: {engine.decode_steps.choice}")
         rates = measure_rates()
         found |= {"read_rate": rates.read, "product_rate": rates.product}
         print(f"{name}: start {found['start_s']:.1f} s, capture {found.get('capture_s', 0):.1f} s, "
@@ -204,10 +267,15 @@ def main() -> None:
         found["alone"] = alone = time_alone(engine, rates)
         print(f"  alone     {alone['step_s'] * 1e3:.3f} ms a step, {alone['share']:.1%} of roofline "
               f"({alone['least_s'] * 1e3:.3f} ms)")  # fmt: skip
+        if options.profile:
+            profile_alone(engine)
         if not options.alone:
             found["workload"] = load = time_workload(engine, rates)
             print(f"  workload  {load['s']:.2f} s, {load['tokens_per_s']:.0f} tok/s, "
-                  f"{load['share']:.1%} of roofline, {load['steps']} steps")  # fmt: skip
+                  f"{load['share']:.1%} of roofline, {load['steps']} steps; eager steps "
+                  f"{load['eager_s']:.2f} s, waiting for graphs {load['waits_s']:.2f} s")  # fmt: skip
+        if options.memory:
+            found["memory"] = time_memory(engine)
         figures[name] = found
         del engine
         torch.cuda.empty_cache()

@@ -145,6 +145,7 @@ def seconds(action: Callable[[], Any], rounds: int, launches: int = LAUNCHES) ->
 def graph_seconds(action: Callable[[], Any], rounds: int, launches: int = LAUNCHES) -> float:
     """As :func:`seconds`, replayed from a graph: small kernels are otherwise the host's time."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())  # the operands are made there
     with torch.cuda.stream(stream):
         for _ in range(2):
             action()

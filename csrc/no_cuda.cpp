@@ -1,4 +1,5 @@
 // Stands in for csrc/cuda/*.cu when there is no toolkit.
+#include "weightsync/cuda_arena.hpp"
 #include "weightsync/cuda_attention.hpp"
 #include "weightsync/cuda_core.hpp"
 #include "weightsync/cuda_device.hpp"
@@ -56,6 +57,12 @@ CudaPatchTable::CudaPatchTable(const PatchRow*, std::int64_t, int device) {
 CudaPatchTable::~CudaPatchTable() = default;
 std::int64_t CudaPatchTable::run(std::uintptr_t, PatchWork) { return 0; }
 void CudaPatchTable::close() {}
+ArenaRange cuda_arena_reserve(std::uint64_t, int device) { fail("cuda_arena_reserve", device); }
+void cuda_arena_map(std::uint64_t, std::uint64_t, int device) { fail("cuda_arena_map", device); }
+void cuda_arena_unmap(std::uint64_t, int device) { fail("cuda_arena_unmap", device); }
+void cuda_arena_free(std::uint64_t, int device) { fail("cuda_arena_free", device); }
+void cuda_pool_own(std::uint64_t) {}
+std::vector<ArenaRange> cuda_pool_ranges(std::uint64_t) { return {}; }
 
 CudaHeld cuda_held() { return {0, 0}; }
 std::uint64_t cuda_malloc(std::uint64_t, int device) { fail("cuda_malloc", device); }

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from engine_adapter.base import Fingerprint, StepGate
+from engine_adapter.core.arena import MemoryTag
 from engine_adapter.core.engine import Engine
 from engine_adapter.core.slots import PlacedView, Slot
 from weightsync.deadline import Deadline
 from weightsync.device_tables import device_of, synchronize
 from weightsync.digest import DigestPart, DigestTable
-from weightsync.errors import UnavailableError
 from weightsync.layout import Layout
 from weightsync.session import SessionSpec, Version
 from weightsync.tensors import view_of
@@ -37,7 +37,7 @@ class BundledAdapter:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.gate = StepGate()
-        self._slots = engine.model.slots
+        self._slots, self._memory = engine.model.slots, engine.memory
         if not self._slots.is_sealed:
             self._slots.add_constant("kv_cache.keys", engine.cache.keys)
             self._slots.add_constant("kv_cache.values", engine.cache.values)
@@ -75,6 +75,11 @@ class BundledAdapter:
         return self._slots.moved(look)
 
     def begin_update(self, spec: SessionSpec) -> None:
+        """Raises :class:`ReleasedError` if the weights' memory is gone, or empty and not all of them
+        are sent."""
+        self._memory.require_there(MemoryTag.WEIGHTS, "an update")
+        if spec.scope.names is not None:
+            self._memory.require_filled("an update of some weights", [MemoryTag.WEIGHTS])
         self._scope = spec.scope.names
 
     def write(self, name: str, tensor: Any) -> None:
@@ -88,6 +93,8 @@ class BundledAdapter:
         """Refresh what follows from the weights in scope, and label what is computed from now on."""
         synchronize(self._device)
         self._slots.refresh(self._scope)
+        if self._scope is None:
+            self._memory.fill(MemoryTag.WEIGHTS)
         self._scope = None
         self.engine.while_held(lambda: self.engine.set_version(version))
 
@@ -132,10 +139,12 @@ class BundledAdapter:
         self.engine.while_held(self.engine.flush_cache)
 
     def release_memory(self, tags: Sequence[str]) -> int:
-        raise UnavailableError(f"this engine cannot give back {', '.join(tags)} yet")
+        """See :meth:`Engine.release_memory`."""
+        return self.engine.release_memory(tags)
 
     def resume_memory(self, tags: Sequence[str]) -> int:
-        raise UnavailableError(f"this engine never gave back {', '.join(tags)}")
+        """See :meth:`Engine.resume_memory`."""
+        return self.engine.resume_memory(tags)
 
 
 def _live_parts(slots: Sequence[Slot]) -> Iterator[DigestPart]:

@@ -25,6 +25,7 @@
     ├── PeerLostError                the other process is gone (also ConnectionError)
     ├── DeadlineError                a wait ran out (also TimeoutError)
     ├── CapacityError                not enough memory or space (also OSError)
+    ├── ReleasedError                memory that is needed was given back, or is empty since
     ├── IntegrityError               digests differ
     ├── TaintedError                 the engine refuses to generate until a full update succeeds
     ├── RequestFailedError           requests of an engine failed; carries all outputs
@@ -149,6 +150,10 @@ class DeadlineError(WeightSyncError, TimeoutError):
 
 class CapacityError(WeightSyncError, OSError):
     """Not enough memory or space; the message says how much is needed and how much there is."""
+
+
+class ReleasedError(WeightSyncError):
+    """Memory that this needs was given back, or is empty since; names the tag and what helps."""
 
 
 class IntegrityError(WeightSyncError):

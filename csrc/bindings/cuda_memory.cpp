@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include "bindings.hpp"
+#include "weightsync/cuda_arena.hpp"
 
 namespace py = pybind11;
 
@@ -59,6 +60,29 @@ void bind_cuda_memory(py::module_& module) {
                py::arg("device"), released());
     module.def("cuda_unmap_handles", &cuda_unmap_handles, py::arg("base"), py::arg("num_bytes"),
                py::arg("device"), released());
+    module.def(
+        "cuda_arena_reserve",
+        [](std::uint64_t num_bytes, int device) {
+            const ArenaRange range = cuda_arena_reserve(num_bytes, device);
+            return py::make_tuple(range.base, range.num_bytes);
+        },
+        py::arg("num_bytes"), py::arg("device"));
+    module.def("cuda_arena_map", &cuda_arena_map, py::arg("base"), py::arg("piece_bytes"),
+               py::arg("device"), released());
+    module.def("cuda_arena_unmap", &cuda_arena_unmap, py::arg("base"), py::arg("device"),
+               released());
+    module.def("cuda_arena_free", &cuda_arena_free, py::arg("base"), py::arg("device"), released());
+    module.def("cuda_pool_own", &cuda_pool_own, py::arg("owner"));
+    module.def(
+        "cuda_pool_ranges",
+        [](std::uint64_t owner) {
+            py::list found;
+            for (const ArenaRange& range : cuda_pool_ranges(owner)) {
+                found.append(py::make_tuple(range.base, range.num_bytes));
+            }
+            return found;
+        },
+        py::arg("owner"));
     module.def("cuda_create_stream", &cuda_create_stream, py::arg("device"),
                py::arg("priority") = 0, released());
     module.def("cuda_wait_stream", &cuda_wait_stream, py::arg("stream"), py::arg("device"),

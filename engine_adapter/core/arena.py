@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from weightsync.errors import CapacityError
@@ -13,31 +14,63 @@ from weightsync.types import format_bytes, item_bytes
 if TYPE_CHECKING:
     import torch
 
+    from engine_adapter.core.backing import Backing
+
 #: Of every tensor: a cache-line pair, and what bulk copies and tensor cores want.
 ALIGNMENT_BYTES = 256
 
 
-class Arena:
-    """Memory for tensors of one ``tag`` (``weights``, ``kv_cache``, ``static``) on one device.
+class MemoryTag(StrEnum):
+    """What memory of an engine is for; it is given back and taken again by these."""
 
-    ``remedy`` says what to change if there is too little. Raises :class:`CapacityError` with the
-    bytes needed and available.
+    WEIGHTS = "weights"
+    KV_CACHE = "kv_cache"
+    STATIC = "static"  # tables that nobody writes again
+    CUDA_GRAPH = "cuda_graph"  # what passes between the kernels of decode graphs
+
+
+class MemoryKind(StrEnum):
+    """Where memory on a CUDA device comes from. On the CPU all of it can be given back."""
+
+    PLAIN = "plain"  # torch's allocator
+    RELEASABLE = "releasable"  # virtual memory management: can be given back in place
+
+
+class Arena:
+    """Memory for tensors of one tag on one device.
+
+    ``purpose`` (by default the tag) and ``remedy`` say for what there is too little, and what to
+    change. Raises :class:`CapacityError` with the bytes needed and available.
     """
 
-    def __init__(self, tag: str, num_bytes: int, device: str = "cpu", *, remedy: str) -> None:
-        import torch
-
+    def __init__(
+        self,
+        tag: MemoryTag,
+        num_bytes: int,
+        device: str = "cpu",
+        *,
+        remedy: str,
+        purpose: str = "",
+        kind: MemoryKind = MemoryKind.PLAIN,
+    ) -> None:
         self.tag, self.num_bytes = tag, num_bytes
         needed = num_bytes + ALIGNMENT_BYTES
         have = _available(device)
+        purpose = purpose or str(tag)
         if needed > have:
-            raise _too_little(tag, needed, have, device, remedy)
+            raise _too_little(purpose, needed, have, device, remedy)
         try:
-            memory = torch.empty(needed, dtype=torch.uint8, device=device)
-        except (RuntimeError, MemoryError) as error:
-            raise _too_little(tag, needed, have, device, remedy) from error
+            self.backing = _make_backing(needed, device, kind)
+        except (RuntimeError, MemoryError, CapacityError) as error:
+            raise _too_little(purpose, needed, have, device, remedy) from error
+        memory = self.backing.memory
         self._memory = memory[-memory.data_ptr() % ALIGNMENT_BYTES :][:num_bytes]
         self._used_bytes = 0
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """uint8 [num_bytes]: all of it."""
+        return self._memory
 
     @staticmethod
     def bytes_for(shapes: Iterable[tuple[tuple[int, ...], str]]) -> int:
@@ -57,6 +90,19 @@ class Arena:
         return self._memory[start : start + num_bytes].view(dtype).view(shape)
 
 
+def _make_backing(num_bytes: int, device: str, kind: MemoryKind) -> Backing:
+    import torch
+
+    from engine_adapter.core.backing import CudaBacking, HostBacking, PlainBacking
+
+    if device != "cpu" and kind is MemoryKind.RELEASABLE:
+        on = torch.device(device)
+        index = torch.cuda.current_device() if on.index is None else on.index
+        return CudaBacking(num_bytes, f"{on.type}:{index}")
+    memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    return HostBacking(memory) if device == "cpu" else PlainBacking(memory)
+
+
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
@@ -69,8 +115,8 @@ def _available(device: str) -> int:
     return int(torch.cuda.mem_get_info(torch.device(device))[0])
 
 
-def _too_little(tag: str, needed: int, have: int, device: str, remedy: str) -> CapacityError:
+def _too_little(purpose: str, needed: int, have: int, device: str, remedy: str) -> CapacityError:
     return CapacityError(
-        f"{tag} need {needed} bytes ({format_bytes(needed)}) on {device}, where {have} bytes "
+        f"{purpose} need {needed} bytes ({format_bytes(needed)}) on {device}, where {have} bytes "
         f"({format_bytes(have)}) are free; {remedy}"
     )

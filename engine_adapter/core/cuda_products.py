@@ -2,15 +2,16 @@
 
 Libraries choose kernels by the number of rows, and some split the inner dimension among blocks, so
 that a row's bits depend on its company. Without a workspace cuBLASLt cannot split; that is asked for
-through the environment before cuBLAS starts. Whether it holds for a model's shapes on this device and
-with these libraries is tried at start-up; a shape that fails is computed in calls of a fixed number of
-rows instead, which is slower and is said once.
+through the environment before cuBLAS starts. For which numbers of rows it holds is tried at start-up,
+on the model's shapes, this device and these libraries. Other numbers are brought into that range:
+fewer rows by padding, more by several calls.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -21,16 +22,28 @@ from weightsync.config import set_default_env
 
 #: To be set before the process first uses cuBLAS.
 ENVIRONMENT: Final = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
-#: Rows of a call where rows would otherwise depend on each other.
-FIXED_ROWS: Final = 64
+#: Rows of the calls that all others are compared with.
+ANCHOR_ROWS: Final = 64
 
-_MOST_ROWS: Final = 513
-_ROW_COUNTS: Final = (*range(1, 18), 24, 31, 32, 33, 48, 63, 64, 65, 96, 100, 127, 128, 129, 192,
-                      255, 256, 257, 384, 511, 512)  # fmt: skip
+_MOST_RESULT_ELEMENTS: Final = 1 << 28  # of a call that is tried
+_ROW_COUNTS: Final[tuple[int, ...]] = (
+    *range(1, 65), 65, 80, 95, 96, 97, 127, 128, 129, 160, 191, 192, 193, 224, 255, 256, 257, 288, 320,
+    352, 383, 384, 385, 416, 448, 480, 511, 512, 513, 640, 768, 1000, 1024, 1025, 1536, 2047, 2048,
+    3000, 4096, 6144, 8192,
+)  # fmt: skip
 _SEED: Final = 7
 
-#: Verdicts of this process: (out, in, dtype, device's name) -> whether rows are their own.
-_proven: dict[tuple[int, int, torch.dtype, str], bool] = {}
+
+@dataclass(frozen=True, slots=True)
+class RowRange:
+    """Numbers of rows, both ends included, in calls of which a row has the same bits."""
+
+    least: int
+    most: int
+
+
+#: Verdicts of this process: (out, in, dtype, device's name) -> where rows are their own.
+_proven: dict[tuple[int, int, torch.dtype, str], RowRange] = {}
 
 
 def prepare_cublas() -> None:
@@ -48,63 +61,119 @@ def prepare_cublas() -> None:
 
 
 class CudaProduct:
-    """``states @ weight.T + bias`` by torch; see :class:`Product`."""
+    """``states @ weight.T + bias`` by torch; see :class:`Product`. Shapes that were not proven are
+    computed as they come."""
 
     def __init__(self) -> None:
         prepare_cublas()
-        self._fixed: set[tuple[int, int]] = set()  # shapes of weights whose rows are not their own
+        self._ranges: dict[tuple[int, ...], RowRange] = {}
 
     def __call__(self, states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if self._fixed and tuple(weight.shape) in self._fixed:
-            return fixed_rows_product(states, weight, bias)
-        return F.linear(states, weight, bias)
+        proven = self._ranges.get(tuple(weight.shape))
+        if proven is None or proven.least <= states.shape[0] <= proven.most:
+            return F.linear(states, weight, bias)
+        return product_within(proven, states, weight, bias)
+
+    @property
+    def least_rows(self) -> int:
+        """The fewest rows that no shape has to pad."""
+        return max((proven.least for proven in self._ranges.values()), default=1)
 
     def prove(
         self, shapes: Iterable[tuple[int, int]], dtype: torch.dtype, device: torch.device
-    ) -> list[tuple[int, int]]:
-        """Try weights of these shapes [out, in]; returns, and remembers, those that need fixed rows."""
+    ) -> dict[tuple[int, ...], RowRange]:
+        """Try weights of these shapes [out, in]; returns, and remembers, where rows are their own."""
         for shape in sorted(set(shapes)):
             key = (*shape, dtype, torch.cuda.get_device_name(device))
             if key not in _proven:
-                _proven[key] = rows_are_their_own(shape, dtype, device)
-            if not _proven[key]:
-                self._fixed.add(shape)
+                _proven[key] = find_range(shape, dtype, device)
+            self._ranges[shape] = _proven[key]
         torch.cuda.empty_cache()
-        if self._fixed:
-            named = ", ".join(f"[{out}, {inner}]" for out, inner in sorted(self._fixed))
-            setting = " ".join(f"{name}={value}" for name, value in ENVIRONMENT.items())
-            warnings.warn(
-                f"rows of products with weights {named} ({dtype}) depend on the number of rows; they "
-                f"are computed {FIXED_ROWS} rows at a time, which is slower. If this process used "
-                f"cuBLAS before the model was made, start it with {setting}",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-        return sorted(self._fixed)
+        self._warn(dtype)
+        return dict(self._ranges)
+
+    def _warn(self, dtype: torch.dtype) -> None:
+        """Of shapes that pad, or split calls of a decode step."""
+        slow = {s: r for s, r in self._ranges.items() if r.least > 1 or r.most < tried_rows(s[0])}
+        if not slow:
+            return
+        named = ", ".join(f"{list(s)} ({r.least} to {r.most} rows)" for s, r in slow.items())
+        setting = " ".join(f"{name}={value}" for name, value in ENVIRONMENT.items())
+        warnings.warn(
+            f"rows of products with weights {named}, {dtype}, depend on the number of rows beyond "
+            "what is named; calls are padded or split, which may be slower. If this process used "
+            f"cuBLAS before the model was made, start it with {setting}",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
-def fixed_rows_product(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Every call has :data:`FIXED_ROWS` rows, zeros after the last."""
+def product_within(
+    proven: RowRange, states: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """The product in calls of numbers of rows in a range; zeros pad the last."""
     num_rows = states.shape[0]
-    padded = F.pad(states, (0, 0, 0, -num_rows % FIXED_ROWS))
-    parts = [F.linear(part, weight, bias) for part in torch.split(padded, FIXED_ROWS)]
-    return torch.cat(parts)[:num_rows]
+    parts = []
+    for part in torch.split(states, proven.most):
+        missing = proven.least - part.shape[0]
+        if missing > 0:
+            part = F.pad(part, (0, 0, 0, missing))
+        parts.append(F.linear(part, weight, bias))
+    return (torch.cat(parts) if len(parts) > 1 else parts[0])[:num_rows]
 
 
-def rows_are_their_own(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether rows of ``F.linear`` have the same bits in calls of many numbers of rows, wherever they
-    stand in them."""
+def tried_rows(out: int) -> int:
+    """The largest number of rows that is tried with a weight of ``out`` rows."""
+    most = max(ANCHOR_ROWS, _MOST_RESULT_ELEMENTS // out)
+    return [count for count in _ROW_COUNTS if count <= most][-1]
+
+
+def find_range(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> RowRange:
+    """Where rows of ``F.linear`` have the bits that they have in calls of :data:`ANCHOR_ROWS`, wherever
+    they stand."""
+    counts = [count for count in _ROW_COUNTS if count <= tried_rows(shape[0])]
+    states, weight = cancelling_operands(counts[-1], shape, dtype, device)
+    expected = torch.cat([F.linear(part, weight) for part in torch.split(states, ANCHOR_ROWS)])
+    verdicts = []
+    for index, count in enumerate(counts):
+        first = index * 37 % (len(states) - count + 1)
+        found = F.linear(states[first : first + count], weight)
+        verdicts.append((found == expected[first : first + count]).all())
+    return _range_around_anchor(counts, torch.stack(verdicts).tolist())
+
+
+def cancelling_operands(
+    num_rows: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """States and weight whose exact product is zero, so that what comes out is nothing but rounding.
+
+    Two ways to sum agree in most elements of ordinary data once those are rounded to 16 bits; here
+    they differ in nearly all. Each term has its opposite at another place of the inner dimension.
+    """
     generator = torch.Generator(device).manual_seed(_SEED)
+    half, inner = shape[1] // 2, shape[1]
 
     def draw(rows: int, scale: float) -> Tensor:
-        values = torch.empty((rows, shape[1]), dtype=dtype, device=device)
+        values = torch.empty((rows, half), dtype=dtype, device=device)
         return values.normal_(0.0, scale, generator=generator)
 
-    weight, states = draw(shape[0], shape[1] ** -0.5), draw(_MOST_ROWS, 1.0)
-    expected = F.linear(states, weight)
-    is_same = torch.ones((), dtype=torch.bool, device=device)
-    for index, count in enumerate(_ROW_COUNTS):
-        first = index * 37 % (_MOST_ROWS - count + 1)
-        found = F.linear(states[first : first + count], weight)
-        is_same &= (found == expected[first : first + count]).all()
-    return bool(is_same)
+    order = torch.randperm(inner, generator=generator, device=device)
+    states = torch.zeros((num_rows, inner), dtype=dtype, device=device)
+    weight = torch.zeros(shape, dtype=dtype, device=device)
+    # Terms of many magnitudes: even a short sum then has to round.
+    powers = torch.randint(0, 9, (half,), generator=generator, device=device)
+    values = draw(num_rows, 1.0) * torch.exp2(powers.float()).to(dtype)
+    columns = draw(shape[0], max(half, 1) ** -0.5)
+    states[:, order[:half]], states[:, order[half : 2 * half]] = values, -values
+    weight[:, order[:half]], weight[:, order[half : 2 * half]] = columns, columns
+    return states, weight
+
+
+def _range_around_anchor(counts: list[int], verdicts: list[bool]) -> RowRange:
+    anchor = counts.index(ANCHOR_ROWS)
+    low, high = anchor, anchor
+    while low > 0 and verdicts[low - 1]:
+        low -= 1
+    while high + 1 < len(counts) and verdicts[high + 1]:
+        high += 1
+    return RowRange(counts[low], counts[high])

@@ -10,16 +10,19 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from engine_adapter.core.arena import MemoryKind
 from engine_adapter.core.attention import Attention
 from engine_adapter.core.cuda_attention import PagedCudaAttention
 from engine_adapter.core.cuda_sampling import Sampled, sample_on_cuda
 from engine_adapter.core.decode_state import DecodeRow, DecodeState, DecodeSteps, PageTables
 from engine_adapter.core.engine_config import DecodeKind, EngineConfig
+from engine_adapter.core.graph_pool import GraphPool
 from engine_adapter.core.kv_cache import KvCache
 from engine_adapter.core.model import DecoderModel
 from engine_adapter.core.parallel import Group
@@ -42,14 +45,17 @@ def bucket_sizes(max_rows: int) -> list[int]:
 class DecodeGraphs:
     """:class:`DecodeSteps` on a CUDA device; captured when made, the largest first.
 
-    ``pool`` is where graphs keep what passes between their kernels (None: one of their own). Raises
+    ``pool`` is where graphs keep what passes between their kernels (None: one of torch's). Raises
     :class:`CapacityError` if there is too little memory.
     """
 
     def __init__(
-        self, model: DecoderModel, cache: KvCache, max_rows: int, pool: Any = None
+        self, model: DecoderModel, cache: KvCache, max_rows: int, pool: GraphPool | None = None
     ) -> None:
-        self.sizes = bucket_sizes(max_rows)
+        self.pool = pool
+        self.sizes = [size for size in bucket_sizes(max_rows) if size >= model.least_rows] or [
+            model.least_rows
+        ]
         self.max_rows = self.sizes[-1]
         tables_width = -(-model.max_positions // cache.page_size)
         self.state = DecodeState(self.max_rows, tables_width, cache.page_size, model.device)
@@ -68,11 +74,14 @@ class DecodeGraphs:
         self._slots = [self._result_slot() for _ in range(_RESULT_SLOTS)]
         self.num_captures = 0
         start = time.monotonic()
-        self._capture_all(pool)
+        with nullcontext() if pool is None else pool.owning():
+            self._capture_all(torch.cuda.graph_pool_handle() if pool is None else pool.id)
+        #: Rows of the graph that is used, by the size that would do.
+        self.choice = self._faster_sizes()
         self.capture_s = time.monotonic() - start
 
     def rows_for(self, count: int) -> int:
-        return next(size for size in self.sizes if size >= count)
+        return self.choice[next(size for size in self.sizes if size >= count)]
 
     def load(self, rows: Sequence[DecodeRow]) -> None:
         self._size = self.rows_for(len(rows))
@@ -126,9 +135,30 @@ class DecodeGraphs:
         self.state.advance(found.tokens)
         return found
 
+    def _faster_sizes(self) -> dict[int, int]:
+        """Of each size, itself or a larger one that takes less time: libraries have kernels that are
+        poor at very few rows. The bits are the same."""
+        times = {size: self._replay_s(size) for size in self.sizes}
+        return {
+            size: min((s for s in self.sizes if s >= size), key=times.__getitem__)
+            for size in self.sizes
+        }
+
+    def _replay_s(self, size: int) -> float:
+        """The least of a few steps without a request, by the device's clock."""
+        found = []
+        for _ in range(4):
+            start: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            stop: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            start.record()
+            self._graphs[size].replay()
+            stop.record()
+            stop.synchronize()
+            found.append(float(start.elapsed_time(stop)) * 1e-3)
+        return min(found)
+
     def _capture_all(self, pool: Any) -> None:
         stream = torch.cuda.Stream(self.state.device)  # type: ignore[no-untyped-call]
-        pool = torch.cuda.graph_pool_handle() if pool is None else pool
         try:
             for size in reversed(self.sizes):
                 self._capture(size, stream, pool)
@@ -166,7 +196,9 @@ def build_decode_steps(
         return None
     reason = _no_graphs_reason(model, attention, group)
     if not reason:
-        return DecodeGraphs(model, cache, config.max_running)
+        is_releasable = config.memory is MemoryKind.RELEASABLE
+        pool = GraphPool(model.device) if is_releasable else None
+        return DecodeGraphs(model, cache, config.max_running, pool)
     if config.decode is DecodeKind.GRAPHS:
         raise ConfigError(f"decode='graphs': {reason}; use decode='auto'")
     return None

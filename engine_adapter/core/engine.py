@@ -7,7 +7,7 @@ order. *Serving*: ``start`` gives it a thread of its own, and any thread may cal
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from queue import Empty
@@ -16,13 +16,15 @@ from typing import Any, Self, TypeVar
 
 import torch
 
+from engine_adapter.core.arena import MemoryTag
 from engine_adapter.core.boundary import StepBoundary
-from engine_adapter.core.decode_graphs import build_decode_steps
+from engine_adapter.core.decode_graphs import DecodeGraphs, build_decode_steps
 from engine_adapter.core.engine_config import AttentionKind, EngineConfig, build_attention
 from engine_adapter.core.hold import Hold
 from engine_adapter.core.kv_cache import KvCache, KvShape
 from engine_adapter.core.ledger import Ledger
 from engine_adapter.core.loop import IDLE_S, POLL_S, EngineLoop
+from engine_adapter.core.memory import Backup, EngineMemory, MemoryState, arena_parts
 from engine_adapter.core.model import DecoderModel
 from engine_adapter.core.pages import WeightVersion
 from engine_adapter.core.parallel import ALONE, Group
@@ -39,6 +41,7 @@ from engine_adapter.core.submission import StreamChunk, Submission
 from engine_adapter.core.text import Tokenizer, load_tokenizer
 from weightsync.deadline import Deadline
 from weightsync.errors import (
+    BusyError,
     PeerLostError,
     RequestFailedError,
     TaintedError,
@@ -70,7 +73,7 @@ class Engine:
             dtype=model.dtype,
             page_size=limits.page_size,
         )
-        self.cache = KvCache(shape, limits.num_pages, model.device)
+        self.cache = KvCache(shape, limits.num_pages, model.device, self.config.memory)
         self.scheduler = Scheduler(limits, prefix_reuse=self.config.prefix_reuse)
         attention = build_attention(self.config.attention, model.device)
         self.runner = ModelRunner(model, self.cache, attention, model.device)
@@ -86,6 +89,11 @@ class Engine:
             self.config, model, self.cache, attention, group
         )
         self._decode = None if steps is None else DecodeRun(steps, self.scheduler, self._ledger)
+        parts = arena_parts([*model.arenas, self.cache.arena])
+        if isinstance(steps, DecodeGraphs) and steps.pool is not None:
+            parts[MemoryTag.CUDA_GRAPH] = steps.pool
+        #: What the engine holds, by tag.
+        self.memory = EngineMemory(parts)
         self._refusal: str | None = None
         self._agreed_refusal: str | None = None  # of any rank, as of this step
         self._hold = Hold(self._stand_still)
@@ -119,6 +127,7 @@ class Engine:
             shards=shards,
             group=group,
             products=_products_for(config.attention),
+            memory=config.memory,
         )
         tokenizer = load_tokenizer(path, model.config.bos_token_id)
         return cls(model, config, tokenizer=tokenizer, group=group)
@@ -263,6 +272,39 @@ class Engine:
         """Forget cached prefixes; returns their pages. Refused while requests hold KV."""
         return self.at_boundary(self.scheduler.flush_cache)
 
+    def release_memory(
+        self, tags: Sequence[str] = (), backups: Mapping[str, Backup | str] | None = None
+    ) -> int:
+        """Give the memory of these tags (``weights``, ``kv_cache``, ``static``, ``cuda_graph``; default:
+        all) back to the device or the system; returns the bytes that this freed, as measured.
+
+        Addresses stay. ``backups`` says of tags what the host keeps (see :class:`Backup`); what has none
+        is empty after :meth:`resume_memory`, and weights then want a full update. What is gone already
+        stays gone. Raises :class:`BusyError` while there are requests, :class:`ConfigError` for an
+        unknown tag, :class:`UnavailableError` if memory on a GPU is torch's (``memory="plain"``).
+        """
+        return self.at_boundary(lambda: self._release(tags, backups))
+
+    def _release(self, tags: Sequence[str], backups: Mapping[str, Backup | str] | None) -> int:
+        requests = [*self.scheduler.running, *self.scheduler.waiting]
+        if requests:
+            raise BusyError(
+                f"release_memory: {len(requests)} requests run or wait (the first: "
+                f"{requests[0].request_id!r}); let them end, or pause with abort"
+            )
+        found = self.memory.release(tags, backups)
+        if self.memory.states[MemoryTag.KV_CACHE] is MemoryState.RELEASED:
+            self.scheduler.flush_cache()
+        return found
+
+    def resume_memory(self, tags: Sequence[str] = ()) -> int:
+        """Take the memory of these tags (default: all) again, at the same addresses; returns measured
+        bytes, 0 for what is there.
+
+        Raises :class:`CapacityError` saying how much is missing; everything is then as it was.
+        """
+        return self.at_boundary(lambda: self.memory.resume(tags))
+
     def set_version(self, version: WeightVersion) -> None:
         """What is generated from now on is labelled ``version``; no request is ended by it."""
         self.at_boundary(lambda: self.scheduler.set_version(version))
@@ -347,6 +389,7 @@ class Engine:
         def admit() -> None:
             if self._active_refusal is not None:
                 raise TaintedError(_refused(self._active_refusal))
+            self.memory.require_filled("generating")
             self._ledger.admit(submission)
 
         self.at_boundary(admit)

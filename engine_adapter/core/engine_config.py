@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from engine_adapter.core.arena import MemoryKind
 from engine_adapter.core.attention import Attention, PagedAttention, ReferenceAttention
 from engine_adapter.core.cuda_attention import PagedCudaAttention
 from engine_adapter.core.kv_cache import DEFAULT_PAGE_SIZE
@@ -44,6 +45,7 @@ class EngineConfig:
 
     attention: AttentionKind = AttentionKind.AUTO
     decode: DecodeKind = DecodeKind.AUTO
+    memory: MemoryKind = MemoryKind.PLAIN  # of a GPU; releasable: release_memory gives it back
     page_size: int = DEFAULT_PAGE_SIZE  # tokens
     kv_cache_tokens: int = DEFAULT_KV_CACHE_TOKENS  # rounded up to whole pages
     max_context: int | None = None  # tokens of prompt and output; None: what the model allows
@@ -55,7 +57,10 @@ class EngineConfig:
     seed: int = 0  # seeds of requests that bring none are drawn from it
 
     def __post_init__(self) -> None:
-        kinds = {"attention": AttentionKind, "decode": DecodeKind, "prefix_reuse": PrefixReuse}
+        kinds = {
+            "attention": AttentionKind, "decode": DecodeKind, "memory": MemoryKind,
+            "prefix_reuse": PrefixReuse,
+        }  # fmt: skip
         for name, kind in kinds.items():
             object.__setattr__(self, name, _member(kind, name, getattr(self, name)))
         for name in ("page_size", "kv_cache_tokens", "max_running", "max_waiting"):

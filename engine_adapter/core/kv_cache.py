@@ -8,7 +8,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from engine_adapter.core.arena import Arena
+from engine_adapter.core.arena import Arena, MemoryKind, MemoryTag
 from weightsync.errors import ConfigError
 
 DEFAULT_PAGE_SIZE: Final = 64
@@ -45,18 +45,26 @@ class KvCache:
     keys: Tensor  # [layers, pages, page_size, kv_heads, head_dim], model dtype
     values: Tensor  # same
 
-    def __init__(self, shape: KvShape, num_pages: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        shape: KvShape,
+        num_pages: int,
+        device: torch.device | str = "cpu",
+        memory: MemoryKind = MemoryKind.PLAIN,
+    ) -> None:
         if num_pages < 1:
             raise ConfigError(f"KV cache of {num_pages} pages: it needs at least one page")
         self.shape = shape
         self.num_pages = num_pages
         size = (shape.num_layers, num_pages, shape.page_size, shape.num_kv_heads, shape.head_dim)
         word = str(shape.dtype).removeprefix("torch.")
-        arena = Arena(
-            f"a KV cache of {num_pages * shape.page_size} tokens would",
+        self.arena = arena = Arena(
+            MemoryTag.KV_CACHE,
             Arena.bytes_for([(size, word), (size, word)]),
             str(device),
             remedy="lower kv_cache_tokens",
+            purpose=f"a KV cache of {num_pages * shape.page_size} tokens would",
+            kind=memory,
         )
         # Touched, so that pages of memory are there before the first step.
         self.keys, self.values = (

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine_adapter.core.arena import Arena
+from engine_adapter.core.arena import Arena, MemoryKind, MemoryTag
 from engine_adapter.core.attention import Attention, FusedAttention, FusedHeads
 from engine_adapter.core.batch import StepBatch
 from engine_adapter.core.config import ModelConfig, read_config
@@ -60,6 +60,7 @@ class DecoderModel:
         shards: Shards | None = None,
         group: Group = ALONE,
         products: Products | str = Products.AUTO,
+        memory: MemoryKind = MemoryKind.PLAIN,
     ) -> None:
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
         self.shards = Shards() if shards is None else shards
@@ -78,15 +79,20 @@ class DecoderModel:
         self._sparse = Compute(product, group, gate)
         self.max_positions = _positions(config, max_positions)
         specs = storage_specs(config, self.shards)
+        #: Rows of a step below which products pad it.
+        self.least_rows = 1
         if isinstance(product, CudaProduct):
             product.prove(_product_shapes(specs), dtype, self.device)
-        storages = _allocate(specs, dtype, self.device)
+            self.least_rows = product.least_rows
+        weights, storages = _allocate(specs, dtype, self.device, memory)
+        #: Of weights and of tables.
+        self.arenas = [weights]
         self.slots = SlotTable(storages, specs, {HEAD: EMBEDDING} if config.is_tied else {})
         self.embed_tokens = storages["embed_tokens"]
         self.norm = storages["norm"]
         self.lm_head = storages["embed_tokens" if config.is_tied else "lm_head"]
         self.layers = [self._layer(i, storages) for i in range(config.num_layers)]
-        self._add_rope_tables()
+        self._add_rope_tables(memory)
 
     @classmethod
     def from_pretrained(
@@ -99,6 +105,7 @@ class DecoderModel:
         shards: Shards | None = None,
         group: Group = ALONE,
         products: Products | str = Products.AUTO,
+        memory: MemoryKind = MemoryKind.PLAIN,
     ) -> DecoderModel:
         """Build from a Hugging Face directory and load this rank's share of its weights.
 
@@ -118,6 +125,7 @@ class DecoderModel:
             shards=shards,
             group=group,
             products=products,
+            memory=memory,
         )
         load_weights(path, model.slots, config)
         model.slots.refresh()
@@ -176,14 +184,17 @@ class DecoderModel:
             )
         return Layer(get("input_norm"), attention, get("post_norm"), mlp)
 
-    def _add_rope_tables(self) -> None:
+    def _add_rope_tables(self, memory: MemoryKind) -> None:
         size = (self.max_positions, self.config.head_dim // 2)
         arena = Arena(
-            "rotary tables",
+            MemoryTag.STATIC,
             2 * Arena.bytes_for([(size, str(self.dtype).removeprefix("torch."))]),
             str(self.device),
             remedy="lower max_positions",
+            purpose="rotary tables",
+            kind=memory,
         )
+        self.arenas.append(arena)
         self.cos, self.sin = arena.take(size, self.dtype), arena.take(size, self.dtype)
         fill_tables(self.config.rope, self.cos, self.sin, self.config.head_dim)
         self.slots.add_constant("rope.cos", self.cos)
@@ -284,9 +295,9 @@ def _product_shapes(specs: Sequence[StorageSpec]) -> list[tuple[int, int]]:
 
 
 def _allocate(
-    specs: Sequence[StorageSpec], dtype: torch.dtype, device: torch.device
-) -> dict[str, Tensor]:
+    specs: Sequence[StorageSpec], dtype: torch.dtype, device: torch.device, memory: MemoryKind
+) -> tuple[Arena, dict[str, Tensor]]:
     word = str(dtype).removeprefix("torch.")
     num_bytes = Arena.bytes_for((spec.shape, word) for spec in specs)
-    arena = Arena("weights", num_bytes, str(device), remedy=_REMEDY)
-    return {spec.name: arena.take(spec.shape, dtype) for spec in specs}
+    arena = Arena(MemoryTag.WEIGHTS, num_bytes, str(device), remedy=_REMEDY, kind=memory)
+    return arena, {spec.name: arena.take(spec.shape, dtype) for spec in specs}

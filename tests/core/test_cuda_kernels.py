@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,13 +11,12 @@ from attention_contract import AttentionContract, run_whole
 from torch import Tensor
 
 from engine_adapter.core.attention import Attention, FusedHeads, PagedAttention, write_kv
-from engine_adapter.core.batch import StepBatch
+from engine_adapter.core.batch import StepBatch, StepCounts
 from engine_adapter.core.cuda_attention import PagedCudaAttention
 from engine_adapter.core.cuda_products import (
-    FIXED_ROWS,
-    fixed_rows_product,
-    prepare_cublas,
-    rows_are_their_own,
+    ANCHOR_ROWS,
+    CudaProduct,
+    cancelling_operands,
 )
 from engine_adapter.core.cuda_rows import cuda_add_norm, cuda_gated, cuda_norm
 from engine_adapter.core.cuda_sampling import Sampled, SampleInputs, sample_on_cuda
@@ -218,12 +219,48 @@ def test_rows_without_a_distribution_and_tokens_that_are_ruled_out() -> None:
     assert [token for token, _ in got[4].top] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("shape", [(1024, 3072), (4096, 4096), (6144, 4096), (128, 2048)])
-def test_products_have_rows_of_their_own(shape: tuple[int, int]) -> None:
-    prepare_cublas()
-    assert rows_are_their_own(shape, torch.bfloat16, torch.device(ON))
-    states = torch.randn(3 * FIXED_ROWS + 5, shape[1], dtype=torch.bfloat16, device=ON)
-    weight = torch.randn(shape, dtype=torch.bfloat16, device=ON) / shape[1] ** 0.5
-    fixed = fixed_rows_product(states, weight)
-    assert torch.equal(fixed_rows_product(states[70:71], weight), fixed[70:71])
-    torch.testing.assert_close(fixed, F.linear(states, weight), rtol=2e-2, atol=2e-2)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(131, 64), (64, 128), (1024, 3072), (4096, 4096), (128, 2048)])
+def test_products_have_rows_of_their_own(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    product = CudaProduct()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        proven = product.prove([shape], dtype, torch.device(ON))[shape]
+    assert proven.least <= ANCHOR_ROWS <= proven.most
+    states, weight = cancelling_operands(3000, shape, dtype, torch.device(ON))
+    whole = product(states, weight)
+    for first, count in ((0, 1), (70, 1), (5, 2), (9, 7), (11, 30), (100, 256), (301, 999)):
+        part = product(states[first : first + count], weight)
+        assert torch.equal(part, whole[first : first + count]), (count, proven)
+    states = torch.randn(300, shape[1], dtype=dtype, device=ON)
+    torch.testing.assert_close(
+        product(states, weight), F.linear(states, weight), rtol=2e-2, atol=2e-2
+    )
+
+
+def test_a_large_decode_step_equals_its_sequences_alone() -> None:
+    """256 sequences of 1,024 tokens, 32 query heads on 8: shapes of a large model."""
+    torch.manual_seed(3)
+    num_sequences, pages, page_size, heads, kv_heads, dim = 256, 16, 64, 32, 8, 128
+    cache = KvCache(KvShape(1, kv_heads, dim, torch.bfloat16, page_size), pages * num_sequences, ON)
+    cache.keys.normal_()
+    cache.values.normal_()
+    tables = torch.randperm(pages * num_sequences, device=ON).int().view(num_sequences, pages)
+    query = torch.randn(num_sequences, heads, dim, dtype=torch.bfloat16, device=ON)
+    lens = torch.full((num_sequences,), pages * page_size, dtype=torch.int32, device=ON)
+
+    def attend(chosen: slice) -> Tensor:
+        rows = len(lens[chosen])
+        starts = torch.arange(rows + 1, dtype=torch.int32, device=ON)
+        nowhere = torch.full((rows,), -1, dtype=torch.int64, device=ON)
+        batch = StepBatch(
+            nowhere, nowhere, nowhere, starts, lens[chosen], tables[chosen].contiguous(), nowhere,
+            StepCounts(rows, 1, rows * 4),
+        )  # fmt: skip
+        return PagedCudaAttention()._attend(0, query[chosen].contiguous(), batch, cache)
+
+    whole = attend(slice(0, num_sequences))
+    torch.cuda.synchronize()
+    assert torch.isfinite(whole).all()
+    for place in (0, 1, 100, 255):
+        assert torch.equal(attend(slice(place, place + 1))[0], whole[place])

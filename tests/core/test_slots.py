@@ -328,10 +328,12 @@ def test_tensors_are_reached_once_and_through_everything() -> None:
 
 
 def test_arenas_align_and_refuse_more_than_they_have() -> None:
-    from engine_adapter.core.arena import ALIGNMENT_BYTES, Arena
+    from engine_adapter.core.arena import ALIGNMENT_BYTES, Arena, MemoryTag
     from weightsync.errors import CapacityError
 
-    arena = Arena("static", Arena.bytes_for([((3,), "bfloat16"), ((5, 7), "float32")]), remedy="")
+    arena = Arena(
+        MemoryTag.STATIC, Arena.bytes_for([((3,), "bfloat16"), ((5, 7), "float32")]), remedy=""
+    )
     first, second = arena.take((3,), torch.bfloat16), arena.take((5, 7), torch.float32)
     assert first.data_ptr() % ALIGNMENT_BYTES == second.data_ptr() % ALIGNMENT_BYTES == 0
     assert second.shape == (5, 7)
