@@ -35,7 +35,7 @@ from engine_adapter.core.engine import Engine
 from engine_adapter.core.engine_config import EngineConfig
 from engine_adapter.core.model import DecoderModel
 from engine_adapter.core.sampling_params import SamplingParams
-from weightsync import native_cuda_core
+from weightsync import native, native_cuda_core
 from weightsync.presets import get_preset
 
 DEVICE = torch.device("cuda:0")
@@ -248,8 +248,16 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="kernels of one request's steps")
     parser.add_argument("--memory", action="store_true", help="also release and resume all memory")
     parser.add_argument("--kv-cache-tokens", type=int, default=320_000)
+    parser.add_argument(
+        "--tiny", action="store_true", help="the smallest model alone: does it run?"
+    )
     parser.add_argument("--json", help="write figures here")
     options = parser.parse_args()
+    if not native.has_cuda():
+        print(f"nothing to measure: {native.cuda_unavailable_reason()}")
+        return
+    if options.tiny:
+        options.models, options.alone = ["qwen3-0.6b"], True
     figures: dict[str, Any] = {}
     for name in options.models:
         start = time.perf_counter()

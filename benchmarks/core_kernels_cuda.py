@@ -28,7 +28,7 @@ from engine_adapter.core.cuda_products import prepare_cublas
 from engine_adapter.core.cuda_rows import cuda_add_norm, cuda_gated
 from engine_adapter.core.cuda_sampling import SampleInputs, sample_on_cuda
 from engine_adapter.core.kv_cache import KvCache, KvShape
-from weightsync import native_cuda_core
+from weightsync import native, native_cuda_core
 
 DEVICE = torch.device("cuda:0")
 PAGE_SIZE = 64
@@ -257,8 +257,14 @@ def main() -> None:
     parser.add_argument("--only", default="", help="decode, prefill or rows")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--sweep", action="store_true", help="all launch shapes of decoding")
+    parser.add_argument("--tiny", action="store_true", help="two rounds: does it run?")
     parser.add_argument("--json", help="write figures here")
     options = parser.parse_args()
+    if not native.has_cuda():
+        print(f"nothing to measure: {native.cuda_unavailable_reason()}")
+        return
+    if options.tiny:
+        options.rounds = 2
     prepare_cublas()
     print(f"{torch.cuda.get_device_name(DEVICE)}, torch {torch.__version__}; error {check():.4f}")
     reading, product = read_rate(options.rounds), matrix_rate(options.rounds)
