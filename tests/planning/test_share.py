@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import zlib
 from typing import Any
@@ -167,6 +168,26 @@ def test_a_share_that_leaves_something_out_is_refused() -> None:
         plan.share(source.layout, source_rank=0).check(target.layout)
 
 
+def redigested(value: Any) -> Any:
+    """As somebody would send it who means what it says, if it can be digested at all."""
+    try:
+        head = {k: v for k, v in value.items() if k not in ("columns", "digest")}
+        body = json.dumps(head, separators=(",", ":"), sort_keys=True).encode()
+        columns = zlib.decompress(base64.b64decode(value["columns"]))
+        return {**value, "digest": hashlib.sha256(body + columns).hexdigest()}
+    except Exception:
+        return value
+
+
+def test_a_share_that_changed_on_the_way_is_refused() -> None:
+    source, _, plan = sample()
+    good = json.loads(json.dumps(plan.share(source.layout, target_rank=0).to_json()))
+    assert redigested(good) == good
+    for changed in ({"plan": "0" * 64}, {"rank": 1}, {"digest": "0" * 64}):
+        with pytest.raises(ProtocolError, match="its digest is"):
+            RankShare.from_json({**good, **changed})
+
+
 def test_malformed_shares_raise_only_our_errors() -> None:
     from test_layout import mutations
 
@@ -175,7 +196,7 @@ def test_malformed_shares_raise_only_our_errors() -> None:
     landing = slot_spots(target.layout, 0, target.addresses(0))
     for bad in mutations(good):
         try:
-            share = RankShare.from_json(bad)
+            share = RankShare.from_json(redigested(bad))
             share.check(target.layout)
             bind_reads(share, located(source), landing)
         except WeightSyncError:
@@ -194,7 +215,7 @@ def test_every_changed_number_is_refused_or_harmless() -> None:
             changed[i] = value
             text = base64.b64encode(zlib.compress(changed.tobytes())).decode()
             try:
-                share = RankShare.from_json({**good, "columns": text})
+                share = RankShare.from_json(redigested({**good, "columns": text}))
                 share.check(target.layout)
                 rows = bind_reads(share, located(source), landing).rows
             except WeightSyncError:

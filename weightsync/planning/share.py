@@ -100,7 +100,8 @@ class RankShare:
     def to_json(self) -> dict[str, Any]:
         """Plain JSON, the columns as base64 of deflated little-endian int64."""
         columns = zlib.compress(self._columns(), 6)
-        return self._head_json() | {"columns": base64.b64encode(columns).decode()}
+        body = {"columns": base64.b64encode(columns).decode(), "digest": self.digest}
+        return self._head_json() | body
 
     def _columns(self) -> bytes:
         """Column after column, as they compress well."""
@@ -148,6 +149,11 @@ class RankShare:
                 np.array(value["relay"], dtype=np.int64) if "relay" in value else None,
             )  # fmt: skip
             _check_numbers(share)
+            if value["digest"] != share.digest:
+                raise ProtocolError(
+                    f"share of {share.side} rank {share.rank}: its digest is {value['digest']!r}, what "
+                    f"arrived digests to {share.digest!r}; use one version of weightsync on both sides"
+                )
         except (ProtocolError, LayoutError):
             raise
         except (
