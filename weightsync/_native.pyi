@@ -66,6 +66,13 @@ def gate_rows(
     output_ptr: int,
     num_threads: int,
 ) -> None: ...
+def rotate_rows(
+    dtype: int,
+    eps: float,
+    sizes: Sequence[int],
+    pointers: Sequence[int],
+    num_threads: int,
+) -> None: ...
 def norm_rows(
     dtype: int,
     eps: float,

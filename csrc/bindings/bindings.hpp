@@ -21,6 +21,7 @@ void bind_linear(pybind11::module_& module);
 void bind_sampling(pybind11::module_& module);
 void bind_gate(pybind11::module_& module);
 void bind_norm(pybind11::module_& module);
+void bind_heads(pybind11::module_& module);
 void bind_delta(pybind11::module_& module);
 void bind_cuda(pybind11::module_& module);
 void bind_cuda_memory(pybind11::module_& module);

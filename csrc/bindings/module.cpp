@@ -26,6 +26,7 @@ PYBIND11_MODULE(_native, module) {
     weightsync::bindings::bind_sampling(module);
     weightsync::bindings::bind_gate(module);
     weightsync::bindings::bind_norm(module);
+    weightsync::bindings::bind_heads(module);
     weightsync::bindings::bind_delta(module);
     weightsync::bindings::bind_cuda(module);
     weightsync::bindings::bind_cuda_memory(module);

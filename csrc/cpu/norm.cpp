@@ -2,10 +2,10 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cmath>
 #include <stdexcept>
 
 #include "weightsync/float_codecs.hpp"
+#include "weightsync/norm_math.hpp"
 #include "weightsync/parallel.hpp"
 
 namespace weightsync {
@@ -13,8 +13,6 @@ namespace {
 
 // Elements that are worth a thread of their own.
 constexpr std::int64_t kMinThreadElements = 200'000;
-// Sums that are kept beside each other and added in order at the end.
-constexpr int kLanes = 16;
 
 template <typename Type>
 WEIGHTSYNC_HD_INLINE void group_body(const NormedRows& rows, std::int64_t row, std::int64_t group) {
@@ -23,21 +21,7 @@ WEIGHTSYNC_HD_INLINE void group_body(const NormedRows& rows, std::int64_t row, s
         static_cast<const Memory*>(rows.input) + row * rows.row_stride + group * rows.group_stride;
     const Memory* weight = static_cast<const Memory*>(rows.weight);
     Memory* out = static_cast<Memory*>(rows.output) + (row * rows.num_groups + group) * rows.width;
-    float lanes[kLanes] = {};
-    const std::int64_t whole = rows.width / kLanes * kLanes;
-    for (std::int64_t i = 0; i < whole; i += kLanes) {
-        for (int lane = 0; lane < kLanes; ++lane) {
-            const float value = Type::load(input[i + lane]);
-            lanes[lane] += value * value;
-        }
-    }
-    for (std::int64_t i = whole; i < rows.width; ++i) {
-        const float value = Type::load(input[i]);
-        lanes[i - whole] += value * value;
-    }
-    float sum = 0.0f;
-    for (int lane = 0; lane < kLanes; ++lane) sum += lanes[lane];
-    const float scale = 1.0f / std::sqrt(sum / static_cast<float>(rows.width) + rows.eps);
+    const float scale = rms_scale<Type>(input, rows.width, rows.eps);
     for (std::int64_t i = 0; i < rows.width; ++i) {
         const float rounded = Type::load(Type::store(Type::load(input[i]) * scale));
         out[i] = Type::store(rounded * Type::load(weight[i]));

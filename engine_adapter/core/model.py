@@ -14,6 +14,7 @@ from engine_adapter.core.batch import StepBatch
 from engine_adapter.core.config import ModelConfig, read_config
 from engine_adapter.core.cuda_products import CudaProduct
 from engine_adapter.core.gate import choose_gate
+from engine_adapter.core.heads import HeadShape, place_heads
 from engine_adapter.core.kv_cache import KvCache
 from engine_adapter.core.layers import (
     AttentionWeights,
@@ -27,7 +28,7 @@ from engine_adapter.core.moe import ExpertsMlp, GroupedExpertsMlp
 from engine_adapter.core.norm import choose_add_norm, choose_norm
 from engine_adapter.core.parallel import ALONE, Group
 from engine_adapter.core.products import Products, choose_product, parse_products
-from engine_adapter.core.rope import fill_tables, rotate
+from engine_adapter.core.rope import fill_tables
 from engine_adapter.core.shards import Shards
 from engine_adapter.core.slots import SlotTable
 from engine_adapter.core.weights import EMBEDDING, HEAD, StorageSpec, storage_specs
@@ -235,11 +236,12 @@ class DecoderModel:
                 return attention.attend_fused(i, heads, batch, cache)
 
             return mix_fused
-        cos = self.cos.index_select(0, batch.positions)[:, None]
-        sin = self.sin.index_select(0, batch.positions)[:, None]
+        shape = HeadShape(self.num_heads, self.num_kv_heads, self.config.norm_eps)
+        place = place_heads(shape, self._norm_rows, self.cos, self.sin, batch.positions)
 
         def mix(i: int, fused: Tensor) -> Tensor:
-            query, key, value = self._heads(self.layers[i].attention, fused, cos, sin)
+            weights = self.layers[i].attention
+            query, key, value = place(fused, weights.q_norm, weights.k_norm)
             return attention.attend(i, query, key, value, batch, cache)
 
         return mix
@@ -257,17 +259,6 @@ class DecoderModel:
         """[R, heads + 2 kv_heads, head_dim] of this rank."""
         fused = self._dense.product(states, weights.qkv, weights.qkv_bias)
         return fused.view(fused.shape[0], -1, self.config.head_dim)
-
-    def _heads(
-        self, weights: AttentionWeights, fused: Tensor, cos: Tensor, sin: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value [R, heads, head_dim], normed and rotated."""
-        num_heads, num_kv_heads = self.num_heads, self.num_kv_heads
-        query, key, value = torch.split(fused, [num_heads, num_kv_heads, num_kv_heads], dim=1)
-        if weights.q_norm is not None and weights.k_norm is not None:
-            query = self._norm_rows(query, weights.q_norm, self.config.norm_eps)
-            key = self._norm_rows(key, weights.k_norm, self.config.norm_eps)
-        return rotate(query, cos, sin), rotate(key, cos, sin), value
 
     def _logits(self, states: Tensor) -> Tensor:
         normed = self._norm_rows(states, self.norm, self.config.norm_eps)

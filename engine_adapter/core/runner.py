@@ -39,14 +39,14 @@ def build_batch(plan: StepPlan, page_size: int, device: torch.device | str = "cp
     starts = [0]
     logit_rows: list[int] = []
     for index, chunk in enumerate(chunks):
-        request, end = chunk.request, chunk.first + chunk.count
-        logit_rows.extend(len(token_ids) + wanted for wanted in chunk.wanted_rows)
-        token_ids.extend(request.tokens(chunk.first, end))
-        positions.extend(range(chunk.first, end))
+        request, first, end = chunk.request, chunk.first, chunk.first + chunk.count
         pages = request.pages
-        slots.extend(
-            pages[p // page_size] * page_size + p % page_size for p in range(chunk.first, end)
-        )
+        for wanted in chunk.wanted_rows:
+            logit_rows.append(len(token_ids) + wanted)
+        token_ids.extend(request.tokens(first, end))
+        for position in range(first, end):
+            positions.append(position)
+            slots.append(pages[position // page_size] * page_size + position % page_size)
         tables[index, : num_pages[index]] = pages[: num_pages[index]]
         starts.append(len(token_ids))
     padding = [0] * missing

@@ -21,6 +21,8 @@ from engine_adapter.core.request import TokenLogProbs
 from engine_adapter.core.sampling_params import SamplingParams
 from weightsync.native_sampling import sample_tokens
 
+#: Logits that are not worth torch's threads: what torch itself takes for the least work of one.
+_FEW_LOGITS: Final = 32_768
 _MASK32: Final = 0xFFFFFFFF
 _MASK64: Final = 0xFFFFFFFFFFFFFFFF
 _GOLDEN: Final = 0x9E3779B97F4A7C15
@@ -51,13 +53,13 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[TokenLogProbs | No
     if has_kernels(logits.device) and logits.dtype in WORDS:
         return _sample_by_kernel(logits, rows)
     logits = logits.float()
-    log_probs = torch.log_softmax(logits, dim=-1)
+    log_probs = log_softmax_rows(logits)
     temperatures = torch.tensor(
         [row.params.temperature or 1.0 for row in rows], dtype=torch.float32, device=logits.device
     )
     is_tempered = any(row.params.temperature not in (0.0, 1.0) for row in rows)
     scores = logits / temperatures[:, None] if is_tempered else logits
-    tempered = torch.log_softmax(scores, dim=-1) if is_tempered else log_probs
+    tempered = log_softmax_rows(scores) if is_tempered else log_probs
     tokens = _choose(scores, rows)
     picked = tokens.clamp(min=0)[:, None]
     chosen = torch.cat([log_probs.gather(1, picked), tempered.gather(1, picked)], dim=1)
@@ -66,6 +68,17 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[TokenLogProbs | No
         TokenLogProbs(token, raw, after, top) if token >= 0 and _is_number(raw) else None
         for token, (raw, after), top in zip(tokens.tolist(), chosen.tolist(), tops, strict=True)
     ]
+
+
+def log_softmax_rows(logits: Tensor) -> Tensor:
+    """Log-softmax of each row of fp32 [rows, vocabulary], with torch's bits.
+
+    Torch wakes its threads for two rows however short they are, and those spin for milliseconds
+    afterwards on cores that others need; for one row it wakes none.
+    """
+    if logits.device.type != "cpu" or logits.numel() > _FEW_LOGITS:
+        return torch.log_softmax(logits, dim=-1)
+    return torch.cat([torch.log_softmax(row, dim=-1) for row in torch.split(logits, 1)])
 
 
 def _sample_by_kernel(logits: Tensor, rows: Sequence[SampleRow]) -> list[TokenLogProbs | None]:

@@ -139,17 +139,23 @@ class Scheduler:
         step = StepDraft(self.limits.max_step_tokens, self.limits.max_logit_rows)
         was_full = False
         # Decodes first, so that a long prompt does not hold them up.
-        for is_decode in (True, False):
-            for request in self.running[:]:
-                is_running = request.state is RequestState.RUNNING  # not retracted just now
-                if is_running and (request.num_uncomputed == 1) is is_decode:
-                    was_full |= not self._extend(request, step)
+        others: list[Request] = []
+        for request in self.running[:]:
+            if request.num_uncomputed != 1:
+                others.append(request)
+            elif request.state is RequestState.RUNNING:  # not retracted just now
+                was_full |= not self._extend(request, step)
+        for request in others:
+            if request.state is RequestState.RUNNING:
+                was_full |= not self._extend(request, step)
         if not was_full:
             self._admit(step)
         if not step.chunks:
             return None
-        order = {id(request): place for place, request in enumerate(self.running)}
-        chunks = sorted(step.chunks, key=lambda chunk: order[id(chunk.request)])
+        chunks = step.chunks
+        if others:  # else they stand in the order of the running already
+            order = {id(request): place for place, request in enumerate(self.running)}
+            chunks = sorted(chunks, key=lambda chunk: order[id(chunk.request)])
         return StepPlan(tuple(chunks), self.version)
 
     def complete(self, plan: StepPlan) -> None:
@@ -221,7 +227,9 @@ class Scheduler:
     def _grow(self, request: Request, count: int) -> bool:
         """Give it pages for ``count`` more tokens."""
         wanted = -(-(request.num_computed + count) // self.limits.page_size)
-        pages = self.pool.allocate(max(0, wanted - len(request.pages)))
+        if wanted <= len(request.pages):
+            return True
+        pages = self.pool.allocate(wanted - len(request.pages))
         if pages is None:
             return False
         request.pages.extend(pages)

@@ -9,6 +9,7 @@ import pytest
 from core_models import torch
 
 from engine_adapter.core.gate import choose_gate, gated, native_gated
+from engine_adapter.core.heads import HeadShape, place_heads
 from engine_adapter.core.layers import Compute, DenseMlp
 from engine_adapter.core.moe import ExpertsMlp, GroupedExpertsMlp, route
 from engine_adapter.core.norm import choose_norm, native_norm, rms_norm
@@ -293,3 +294,45 @@ def test_who_computes_norms() -> None:
     assert choose_norm(Products.AUTO, torch.bfloat16, cpu) is native_norm
     assert choose_norm(Products.TORCH, torch.bfloat16, cpu) is rms_norm
     assert choose_norm(Products.AUTO, torch.float64, cpu) is rms_norm
+
+
+@dtypes
+@pytest.mark.parametrize("has_norms", [True, False], ids=["norms", "plain"])
+@pytest.mark.parametrize("head_dim", [2, 10, 32, 128])
+def test_the_core_rotates_heads_to_the_bits_of_norm_and_rotate(
+    head_dim: int, has_norms: bool, dtype: Any
+) -> None:
+    torch.manual_seed(head_dim)
+    shape = HeadShape(num_heads=4, num_kv_heads=2, eps=1e-6)
+    fused = (3 * torch.randn(48, 8, head_dim)).to(dtype)
+    norms = [torch.randn(head_dim).to(dtype) if has_norms else None for _ in range(2)]
+    cos, sin = (torch.randn(64, head_dim // 2).to(dtype) for _ in range(2))
+    positions = torch.randint(0, 64, (48,))
+
+    def place(norm: Any, rows: Any) -> Any:
+        of = place_heads(shape, norm, cos, sin, positions[rows])
+        return of(fused[rows].clone(), *norms)
+
+    def by_two_steps(states: Any, weight: Any, eps: float) -> Any:
+        return native_norm(states, weight, eps)
+
+    everything = torch.arange(48)
+    found, wanted = place(native_norm, everything), place(by_two_steps, everything)
+    assert [part.shape[1] for part in found] == [4, 2, 2]
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.equal(one, other)
+    for rows in (everything[:1], everything[5:22], everything.flip(0)):
+        for one, other in zip(place(native_norm, rows), found, strict=True):
+            assert torch.equal(one, other[rows])
+
+
+@pytest.mark.parametrize("position", [-1, 8])
+def test_a_position_beyond_the_tables_is_named_and_nothing_is_written(position: int) -> None:
+    fused = torch.ones(3, 3, 4)
+    table = torch.full((8, 2), 0.5)
+    of = place_heads(
+        HeadShape(1, 1, 1e-6), native_norm, table, table, torch.tensor([0, 7, position])
+    )
+    with pytest.raises(ValueError, match=f"row 2: position {position} of 8"):
+        of(fused, None, None)
+    assert fused.eq(1).all()

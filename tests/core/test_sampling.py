@@ -16,6 +16,7 @@ from engine_adapter.core.sampling import (
     apply_filters,
     draw_with_torch,
     gumbel_noise_torch,
+    log_softmax_rows,
     sample,
 )
 from engine_adapter.core.sampling_params import SamplingParams
@@ -234,3 +235,14 @@ def test_an_unknown_parameter_lists_those_that_are_known() -> None:
     parsed = SamplingParams.parse({"temperature": 0.5, "stop": "\n", "stop_token_ids": 3})
     assert parsed.stop_strings == ("\n",)
     assert parsed.stop_tokens == (3,)
+
+
+@pytest.mark.parametrize("vocab_size", [1, 7, 16, 33, 512, 1000])
+def test_log_softmax_of_few_logits_has_the_bits_of_many(vocab_size: int) -> None:
+    torch.manual_seed(vocab_size)
+    many = torch.randn(40_000 // vocab_size + 1, vocab_size)
+    wanted = torch.log_softmax(many, dim=-1)
+    assert torch.equal(log_softmax_rows(many), wanted)
+    for rows in (many[:1], many[:3], many[5:37]):
+        assert torch.equal(log_softmax_rows(rows), torch.log_softmax(rows, dim=-1))
+    assert torch.equal(log_softmax_rows(many[5:37]), wanted[5:37])
