@@ -41,15 +41,17 @@ pytestmark = pytest.mark.timeout(120)
 
 VERSIONS = count(1)
 #: Of updates that must run out, and longer than a good one takes on a busy machine.
-SHORT_S = 3.0
+SHORT_S = 1.5
 #: A lease that runs out while the trainer stands still.
 LEASE_S = 2.0
 #: Of the trainer: it ends, or stands still, in the middle of making a group or of a bucket.
 AT_TRAINER = [
-    ("group.invited", "staged"),
-    ("stream.announced", "in_place"),
-    ("stream.announced@4", "staged"),
-    ("stream.announced@4", "in_place"),
+    ("group.invited", "staged", "kill"),
+    ("stream.announced", "in_place", "kill"),
+    ("stream.announced@4", "staged", "kill"),
+    ("stream.announced@4", "in_place", "kill"),
+    ("group.invited", "staged", "stop"),
+    ("stream.announced@4", "in_place", "stop"),
 ]
 #: Of an engine, likewise.
 AT_ENGINE = [
@@ -151,8 +153,7 @@ def resolved(sender: Sender, report: UpdateReport) -> UpdateReport:
 # --- the trainer ends or stands still -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["kill", "stop"])
-@pytest.mark.parametrize(("point", "placement"), AT_TRAINER)
+@pytest.mark.parametrize(("point", "placement", "how"), AT_TRAINER)
 def test_the_trainer_goes(brood: Brood, point: str, placement: str, how: str) -> None:
     """Both engines of the group live on, and the next trainer updates both."""
     old, fatal, later = (next(VERSIONS) for _ in range(3))
@@ -226,7 +227,7 @@ def test_an_engine_of_three_members_is_killed(
             member.check_serves(last)
 
 
-@pytest.mark.parametrize(("point", "placement"), AT_ENGINE)
+@pytest.mark.parametrize(("point", "placement"), [AT_ENGINE[0], AT_ENGINE[-1]])
 def test_an_engine_of_three_members_stands_still(
     brood: Brood, monkeypatch: pytest.MonkeyPatch, point: str, placement: str
 ) -> None:
@@ -243,7 +244,7 @@ def test_an_engine_of_three_members_stands_still(
         fill(source, fatal)
         start_s = time.monotonic()
         report, error = attempt(sender, fatal, source)
-        assert time.monotonic() - start_s < 6 * SHORT_S
+        assert time.monotonic() - start_s < LIMIT_S  # that is all: the machine may be busy
         assert isinstance(error, WeightSyncError)
         assert "stage 'move' after" in str(error) or "within" in str(error), error
         assert Outcome.COMMITTED not in [e.outcome for e in report.engines]
