@@ -377,6 +377,7 @@ class _WithGroup(TrainerCommands):
 def trainer_with_a_group(pipe: Pipe) -> None:
     import torch.distributed as dist
 
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    make_store: Any = dist.TCPStore  # type: ignore[attr-defined]
+    store = make_store("127.0.0.1", 0, is_master=True)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     serve(pipe, commands_of(_WithGroup()))
