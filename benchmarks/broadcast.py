@@ -85,7 +85,7 @@ class Model:
         return [list(cuts) for cuts in cut_stream(self.sizes, bucket_bytes)]
 
     def at(self, cut: Any) -> int:
-        return int(self.tensors[cut.item].data_ptr()) + cut.start_bytes
+        return int(int(self.tensors[cut.item].data_ptr()) + cut.start_bytes)
 
 
 def plain_table(source: Any, target: Any, sizes: Any) -> Any:
@@ -97,7 +97,8 @@ def plain_table(source: Any, target: Any, sizes: Any) -> Any:
 
 def join_gloo(port: int, rank: int) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, timeout=timedelta(seconds=LIMIT_S))
+    make_store: Any = dist.TCPStore  # type: ignore[attr-defined]
+    store = make_store("127.0.0.1", port, 2, rank == 0, timeout=timedelta(seconds=LIMIT_S))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
 
 

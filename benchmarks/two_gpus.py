@@ -142,7 +142,8 @@ def plain_table(source: Any, target: Any, sizes: Any) -> Any:
 
 
 def join_nccl(port: int, rank: int) -> None:
-    store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, timeout=timedelta(seconds=LIMIT_S))
+    make_store: Any = dist.TCPStore  # type: ignore[attr-defined]
+    store = make_store("127.0.0.1", port, 2, rank == 0, timeout=timedelta(seconds=LIMIT_S))
     dist.init_process_group(
         "nccl", store=store, rank=rank, world_size=2, device_id=torch.device(DEVICE)
     )

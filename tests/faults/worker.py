@@ -202,6 +202,11 @@ class EngineCommands:
         wait_until(is_settled, limit_s, self.status)
         return self.status()
 
+    def settled(self, limit_s: float) -> Any:
+        """Wait until no session is open, whoever holds the engine; its status then."""
+        wait_until(lambda: self._receiver._status(None)["phase"] == "idle", limit_s, self.status)
+        return self.status()
+
     def released(self, limit_s: float) -> None:
         """Wait until nothing is attached any more."""
         wait_until(lambda: not self._receiver._work.endpoints, limit_s, self.status)
@@ -242,8 +247,9 @@ class TrainerCommands:
             raise WeightSyncError("not connected")
         return self._sender
 
-    def connect(self, url: str, options: dict[str, Any]) -> None:
-        self._sender = Sender.connect([url], bucket=BUCKET_BYTES, **options)
+    def connect(self, url: str | list[str], options: dict[str, Any]) -> None:
+        urls = [url] if isinstance(url, str) else url
+        self._sender = Sender.connect(urls, bucket=BUCKET_BYTES, **options)
 
     def update(self, version: int) -> dict[str, Any]:
         """A full update. The report is kept, also of one that fails."""
@@ -279,7 +285,7 @@ def trainer(pipe: Pipe) -> None:
 class BothCommands(TrainerCommands):
     """A trainer and its engine in one process."""
 
-    def connect(self, url: str, options: dict[str, Any]) -> None:
+    def connect(self, url: str | list[str], options: dict[str, Any]) -> None:
         self._receiver = Receiver(FakeEngine(weights(0), OPAQUE)).start()
         engine: Any = self._receiver if url == "here" else self._receiver.url
         self._sender = Sender.connect([engine], bucket=BUCKET_BYTES, **options)

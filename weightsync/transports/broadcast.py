@@ -221,14 +221,16 @@ def open_group(ends: Sequence[BroadcastSource], options: RingOptions, deadline: 
         for end in ends:
             end.fail(reason)
 
-    memory = private_memory(num_bytes, options.device)
+    memory, number = private_memory(num_bytes, options.device), secrets.randbits(48)
     try:
-        collective = make_group(members, options, memory, ends[0].host, ends[0].backend, deadline)
+        collective = make_group(
+            members, number, options, memory, ends[0].host, ends[0].backend, deadline
+        )
     except WeightSyncError as error:
         memory.close()
         abort(f"no group could be made: {error}")
         raise
-    ring = GroupRing([m.inbox for m in members], memory, options, collective, abort)
+    ring = GroupRing([m.inbox for m in members], memory, options, collective, number, abort)
     made = _Group(tuple(ends), options, memory, collective, ring)
     for end in ends:
         end.group = made

@@ -121,6 +121,7 @@ class Member:
 
 def make_group(
     members: Sequence[Member],
+    number: int,
     options: RingOptions,
     memory: Memory,
     host: str,
@@ -129,13 +130,15 @@ def make_group(
 ) -> Collective:
     """The trainer's part: invite all, join, and prove by a first broadcast that it works.
 
+    ``number`` tells this group, and every frame of its ring, from those before it on the same channels.
+
     Raises :class:`DeadlineError`, :class:`PeerLostError` or :class:`TransportError`, naming the member.
     """
     if (options.device == CPU) != (backend.device == "cpu"):
         raise ConfigError(
             f"a ring on {options.device} of an end that was opened for {backend.device}"
         )
-    number, size = secrets.randbits(48), len(members) + 1
+    size = len(members) + 1
     rendezvous, make = _root(options.device, host, number, size)
     proof = secrets.token_bytes(_PROOF_BYTES)
     answers = _Answers(members, number)

@@ -269,7 +269,7 @@ class GroupTarget(RingTarget):
     """The emptying end: a ring whose group, and with it memory and size, may change between moves."""
 
     def __init__(self, inbox: Inbox, landing: Landing, group: JoinedGroup) -> None:
-        super().__init__(inbox, group.memory, group.options)
+        super().__init__(inbox, group.memory, group.options, group.number)
         self._landing = landing
 
     def receive(self, deadline: Deadline) -> tuple[SlotHeader, Slot]:
@@ -279,7 +279,7 @@ class GroupTarget(RingTarget):
             message, _ = self._inbox.take((GROUP_KIND, *RING_TARGET_KINDS), deadline)
             if message["kind"] == GROUP_KIND:
                 if (group := self._landing.taken) is not None:
-                    self.change_memory(group.memory, group.options)
+                    self.change_memory(group.memory, group.options, group.number)
             elif (received := self.on_frame(message)) is not None:
                 reach("stream.received")
                 return received

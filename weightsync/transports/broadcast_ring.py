@@ -39,10 +39,13 @@ def filled_bytes(header: SlotHeader) -> int:
 
 @dataclass(eq=False)
 class _Member:
-    """One target: what it has not released yet."""
+    """One target: what it has not released yet.
+
+    Generations begin at the number of the group: a frame of a former ring may still be on its way.
+    """
 
     inbox: Inbox
-    generation: int = 0
+    generation: int
     submitted: set[int] = field(default_factory=set)
 
     def send(self, frame: dict[str, Any], deadline: Deadline | None = None) -> None:
@@ -66,9 +69,10 @@ class GroupRing(GroupSource):
         memory: Memory,
         options: RingOptions,
         collective: Collective,
+        number: int,
         abort: Callable[[str], None],
     ) -> None:
-        self._members = [_Member(inbox) for inbox in inboxes]
+        self._members = [_Member(inbox, number) for inbox in inboxes]
         self._memory, self._options = memory, options
         self._collective, self._abort = collective, abort
         self._free = deque(range(options.num_slots))

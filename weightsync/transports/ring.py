@@ -164,10 +164,12 @@ class RingSource(StreamSource):
 class RingTarget(StreamTarget):
     """The emptying end."""
 
-    def __init__(self, inbox: Inbox, memory: Memory, options: RingOptions) -> None:
+    def __init__(
+        self, inbox: Inbox, memory: Memory, options: RingOptions, generation: int = 0
+    ) -> None:
         self._inbox = inbox
         self._slots = _Slots(memory, options)
-        self._generation = 0
+        self._generation = generation
         self._session_id: str | None = None
         self._held: dict[int, _Held] = {}
 
@@ -192,11 +194,11 @@ class RingTarget(StreamTarget):
             return None
         return self._on_slot(message)
 
-    def change_memory(self, memory: Memory, options: RingOptions) -> None:
+    def change_memory(self, memory: Memory, options: RingOptions, generation: int) -> None:
         """Another ring, as the source made it: nothing of the former one is held or expected."""
         self._drop_held()
         self._slots = _Slots(memory, options)
-        self._generation = 0
+        self._generation = generation
 
     def release(self, slot: Slot) -> None:
         reach("stream.release")
