@@ -185,5 +185,5 @@ def test_relays_that_cannot_be() -> None:
 def test_a_share_with_relays_that_cannot_be() -> None:
     share = handed_on().share(everywhere(1, (64, 32)), target_rank=2).to_json()
     for relay in ([-2, 0], [2, 0], [0]):
-        with pytest.raises(ProtocolError, match="points outside of it|relays for"):
+        with pytest.raises(ProtocolError, match=r"points outside of it|relays for"):
             RankShare.from_json({**share, "relay": relay})
