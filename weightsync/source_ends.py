@@ -117,6 +117,7 @@ class SourceEnds:
         return found
 
     def _attach(self, target: int, layout: Layout, deadline: Deadline) -> None:
+        deadline.check()
         endpoint = self._transport.open_source(device_facing(layout))
         if layout.world_size > 1:
             deadline = Deadline(
@@ -144,18 +145,15 @@ class SourceEnds:
     def _introduce(
         self, endpoint: SourceEndpoint, target: int, deadline: Deadline
     ) -> dict[str, Any]:
+        left_s = max(deadline.remaining_s(), 1e-3)
         request = AttachRequest(
             self._run_id, self._rank, target, self._transport.name, dict(endpoint.descriptor()),
-            deadline.remaining_s(),
+            left_s,
         )  # fmt: skip
         # The engine connects back while it answers, so both ends are driven at once.
-        asked = self._pool.submit(
-            self._client.call, request, limit_s=deadline.remaining_s() + _GRACE_S
-        )
+        asked = self._pool.submit(self._client.call, request, limit_s=left_s + _GRACE_S)
         token = CancelToken()
-        both = Deadline(
-            deadline.remaining_s(), peer=deadline.peer, stage=deadline.stage, token=token
-        )
+        both = Deadline(left_s, peer=deadline.peer, stage=deadline.stage, token=token)
         asked.add_done_callback(lambda f: token.cancel("refused") if f.exception() else None)
         try:
             endpoint.accept(both)
