@@ -12,9 +12,9 @@
 namespace weightsync {
 namespace {
 
-// Multiply-adds that are worth a thread of their own: half a millisecond of them. Starting one
-// takes some 20 us on an idle machine, and on a busy one the call waits until it gets its turn.
-constexpr std::int64_t kMinThreadWork = 8'000'000;
+// Multiply-adds that are worth a thread of their own: more than a tenth of a millisecond of them.
+// Starting one takes some 20 us on an idle machine; on a busy one the call waits for its turn.
+constexpr std::int64_t kMinThreadWork = 2'000'000;
 // Columns that a thread takes at a time: whole tiles, and few turns.
 constexpr std::int64_t kBlockColumns = 48;
 
