@@ -4,6 +4,7 @@ with. Each codes 16-bit elements of one tensor to one payload, and back."""
 from __future__ import annotations
 
 import struct
+from abc import ABC, abstractmethod
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ def _unzstd(data: bytes) -> bytes:
     return zstandard.ZstdDecompressor().decompress(data)
 
 
-class Candidate:
+class Candidate(ABC):
     """A codec: ``encode(old, new)`` to one payload, ``decode(payload, old)`` to the new bits.
 
     ``old`` of decode may be written to.
@@ -29,11 +30,11 @@ class Candidate:
 
     name = ""
 
-    def encode(self, old: Bits, new: Bits) -> Any:
-        raise NotImplementedError
+    @abstractmethod
+    def encode(self, old: Bits, new: Bits) -> Any: ...
 
-    def decode(self, payload: Any, old: Bits) -> Bits:
-        raise NotImplementedError
+    @abstractmethod
+    def decode(self, payload: Any, old: Bits) -> Bits: ...
 
     def size(self, payload: Any) -> int:
         return len(payload)
