@@ -178,6 +178,7 @@ class Trainer:
 
     def __init__(self, args: argparse.Namespace) -> None:
         progress = Progress("trainer")
+        self._copy_blocks = args.copy_blocks
         self.model = Model(sizes_of(args.model[0], args.tiny), seed=1)
         words = self.model.arena[: self.model.arena.nbytes // 8 * 8].view(torch.int64)
         words.random_(generator=torch.Generator(DEVICE).manual_seed(7))
@@ -244,9 +245,11 @@ class Trainer:
 
     def _fill(self) -> None:
         self.ring.begin_move("bench", deadline("begin"))
+        own = self._copy_blocks
+        blocks = self.ring.max_copy_blocks if own is None else own
         for n, pack in enumerate(self.packs):
             slot = self.ring.acquire(deadline("acquire"))
-            pack.fill(slot.ptr, num_threads=1, cancel=None)
+            pack.fill(slot.ptr, num_threads=1, cancel=None, max_blocks=blocks)
             size, is_last = pack.data_bytes, n == len(self.packs) - 1
             self.ring.submit(slot, SlotHeader("bench", 1, n, size, size, 0, is_last))
         self.ring.flush(deadline("flush"))
@@ -376,9 +379,11 @@ class Engine:
     def _run_broadcast(self) -> int:
         self.ring.begin_move("bench")
         self._ask("broadcast")
+        own = self._args.copy_blocks
+        blocks = self.ring.max_copy_blocks if own is None else own
         for unpack in self._unpacks:
             _, slot = self.ring.receive(deadline("receive"))
-            unpack.run(source_base=slot.ptr)
+            unpack.run(source_base=slot.ptr, max_blocks=blocks)
             self.ring.release(slot)
         return self.model.total_bytes
 
@@ -467,6 +472,7 @@ def run_model(model: str, args: argparse.Namespace) -> dict[str, Any]:
     command = [sys.executable, __file__, "--trainer", "--model", model, "--bucket", args.bucket]
     command += ["--slots", str(args.slots), *(["--tiny"] if args.tiny else [])]
     command += ["--no-nixl"] if args.no_nixl else []
+    command += [] if args.copy_blocks is None else ["--copy-blocks", str(args.copy_blocks)]
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": reversed_order()}
     trainer = subprocess.Popen(
         command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env
@@ -503,6 +509,7 @@ def main() -> None:
     parser.add_argument("--model", nargs="*", default=models, help="whose tensor shapes")
     parser.add_argument("--bucket", default="1GiB", help="bytes of a slot")
     parser.add_argument("--slots", type=int, default=3)
+    parser.add_argument("--copy-blocks", type=int, help="of packing and unpacking; 0 for all")
     parser.add_argument("--no-nixl", action="store_true", help="without p2p")
     parser.add_argument("--only", nargs="*", metavar="NAME", help="candidates, of those above")
     parser.add_argument("--json", type=Path, help="write every result here")

@@ -285,10 +285,12 @@ class SegmentCopy(ABC):
         *,
         source_base: int = 0,
         target_base: int = 0,
+        max_blocks: int = 0,
         cancel: native.CancelFlag | None = None,
     ) -> int:
         """Copy them all, the bases added to their pointers; on return they are there.
 
+        ``max_blocks``: how much of a device to take (see :class:`native.SegmentTableCuda`); 0 for all.
         Returns the source bytes copied: fewer than all only on the host, when ``cancel`` was set.
         """
 
@@ -304,6 +306,7 @@ class _HostCopy(SegmentCopy):
         *,
         source_base: int = 0,
         target_base: int = 0,
+        max_blocks: int = 0,
         cancel: native.CancelFlag | None = None,
     ) -> int:
         rows = self._rows
@@ -325,9 +328,9 @@ class _Launched:
         with cuda_errors(device):
             self._timer = StreamTimer(self._index)
 
-    def _launch(self, lane: int = 0, *bases: int) -> None:
+    def _launch(self, lane: int = 0, *how: int) -> None:
         with self._timer.on(stream_of(self._index, lane)) as stream:
-            self._table.launch(stream, *bases)
+            self._table.launch(stream, *how)
 
     @property
     def device_s(self) -> float:
@@ -356,16 +359,19 @@ class CudaCopy(_Launched, SegmentCopy):
         *,
         source_base: int = 0,
         target_base: int = 0,
+        max_blocks: int = 0,
         cancel: native.CancelFlag | None = None,
     ) -> int:
-        self.launch(0, source_base, target_base)
+        self.launch(0, source_base, target_base, max_blocks)
         wait_lane(self._device, 0)
         return self.num_bytes
 
-    def launch(self, lane: int, source_base: int = 0, target_base: int = 0) -> None:
+    def launch(
+        self, lane: int, source_base: int = 0, target_base: int = 0, max_blocks: int = 0
+    ) -> None:
         """Start on a lane, without waiting; see :func:`wait_lane`."""
         with cuda_errors(self._device):
-            self._launch(lane, source_base, target_base)
+            self._launch(lane, source_base, target_base, max_blocks)
 
 
 class CudaCopyDigest(_Launched):

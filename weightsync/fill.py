@@ -89,7 +89,7 @@ def fill_group(
         pair.begin_move(first.session_id, deadline)
         for i, pack in enumerate(first.packs):
             slot = pair.acquire(deadline)
-            _pack(pack, slot.ptr, deadline, num_threads, spent)
+            _pack(pack, slot.ptr, deadline, num_threads, pair.max_copy_blocks, spent)
             pair.submit(slot, first.header(i))
             reach("trainer.bucket")
         pair.flush(deadline)
@@ -100,18 +100,23 @@ def fill_group(
     group.begin_move([job.session_id for job in jobs], deadline)
     for i, pack in enumerate(first.packs):
         slot = group.acquire(deadline)
-        _pack(pack, slot.ptr, deadline, num_threads, spent)
+        _pack(pack, slot.ptr, deadline, num_threads, group.max_copy_blocks, spent)
         group.submit(slot, [job.header(i) for job in jobs])
         reach("trainer.bucket")
     group.flush(deadline)
 
 
 def _pack(
-    pack: SlotPack, slot_ptr: int, deadline: Deadline, num_threads: int, spent: Spent
+    pack: SlotPack,
+    slot_ptr: int,
+    deadline: Deadline,
+    num_threads: int,
+    max_blocks: int,
+    spent: Spent,
 ) -> None:
     cancel = None if deadline.token is None else deadline.token.native_flag
     start_s = time.perf_counter()
-    pack.fill(slot_ptr, num_threads=num_threads, cancel=cancel)
+    pack.fill(slot_ptr, num_threads=num_threads, max_blocks=max_blocks, cancel=cancel)
     spent("pack", time.perf_counter() - start_s)
     deadline.check()
 

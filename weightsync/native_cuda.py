@@ -74,9 +74,15 @@ class SegmentTableCuda(_Table):
         handle = _core.CudaSegmentTable(table.ctypes.data, table.shape[0], device)
         super().__init__(handle, device)
 
-    def launch(self, stream: int = 0, source_base: int = 0, target_base: int = 0) -> None:
-        """Enqueues the copy. A graph that captures this keeps the bases it was captured with."""
-        self._opened().launch(stream, source_base, target_base)
+    def launch(
+        self, stream: int = 0, source_base: int = 0, target_base: int = 0, max_blocks: int = 0
+    ) -> None:
+        """Enqueues the copy. A graph that captures this keeps the bases it was captured with.
+
+        With `max_blocks` above 0, dense pieces are copied by at most so many blocks: slower, and easy on
+        whatever else the device does meanwhile.
+        """
+        self._opened().launch(stream, source_base, target_base, max_blocks)
 
 
 class _DigestingTable(_Table):

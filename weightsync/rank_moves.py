@@ -228,7 +228,7 @@ class RankMoves:
             with pull.lock:
                 opened.coverage.arrived(move_id, entries)
                 opened.touch()
-            self._copy(unpack, slot.ptr, deadline)
+            self._copy(unpack, slot.ptr, stream.max_copy_blocks, deadline)
             stream.release(slot)
             spent_s = time.perf_counter() - start_s
             with pull.lock:
@@ -237,9 +237,11 @@ class RankMoves:
             if header.is_last:
                 return
 
-    def _copy(self, unpack: SegmentCopy, slot_ptr: int, deadline: Deadline) -> None:
+    def _copy(
+        self, unpack: SegmentCopy, slot_ptr: int, max_blocks: int, deadline: Deadline
+    ) -> None:
         cancel = None if deadline.token is None else deadline.token.native_flag
-        done = unpack.run(self._threads, source_base=slot_ptr, cancel=cancel)
+        done = unpack.run(self._threads, source_base=slot_ptr, max_blocks=max_blocks, cancel=cancel)
         if done != unpack.num_bytes:
             deadline.check()
             raise CancelledError("a copy was given up")

@@ -38,7 +38,9 @@ class SlotPack:
     def words_offset_bytes(self) -> int:
         return -(-self.data_bytes // _WORD_ALIGNMENT_BYTES) * _WORD_ALIGNMENT_BYTES
 
-    def fill(self, slot_ptr: int, *, num_threads: int, cancel: CancelFlag | None) -> None:
-        """On return the slot is filled, unless ``cancel`` was set."""
-        self.copy.run(num_threads, target_base=slot_ptr, cancel=cancel)
+    def fill(
+        self, slot_ptr: int, *, num_threads: int, cancel: CancelFlag | None, max_blocks: int = 0
+    ) -> None:
+        """On return the slot is filled, unless ``cancel`` was set. ``max_blocks``: of a device, 0 for all."""
+        self.copy.run(num_threads, target_base=slot_ptr, max_blocks=max_blocks, cancel=cancel)
         write_bytes(slot_ptr + self.words_offset_bytes, self.words, self.device)

@@ -18,10 +18,11 @@ struct SegmentTable {
           lowest_target(units.lowest_target),
           table(units, device) {}
 
-    void launch(std::uintptr_t stream, std::int64_t source_base, std::int64_t target_base) {
+    void launch(std::uintptr_t stream, std::int64_t source_base, std::int64_t target_base,
+                std::uint32_t max_blocks) {
         check_base("source", lowest_source, source_base);
         check_base("target", lowest_target, target_base);
-        table.launch(stream, source_base, target_base);
+        table.launch(stream, source_base, target_base, max_blocks);
     }
 
     void close() { table.close(); }
@@ -105,11 +106,12 @@ void bind_tables(py::module_& module) {
         .def(
             "launch",
             [](SegmentTable& self, std::uintptr_t stream, std::int64_t source_base,
-               std::int64_t target_base) {
+               std::int64_t target_base, std::uint32_t max_blocks) {
                 const py::gil_scoped_release released;
-                self.launch(stream, source_base, target_base);
+                self.launch(stream, source_base, target_base, max_blocks);
             },
-            py::arg("stream"), py::arg("source_base"), py::arg("target_base"))
+            py::arg("stream"), py::arg("source_base"), py::arg("target_base"),
+            py::arg("max_blocks"))
         .def("close", [](SegmentTable& self) {
             const py::gil_scoped_release released;
             self.close();

@@ -153,7 +153,7 @@ void CudaCopyDigestTable::launch(std::uintptr_t stream) {
     const cuda::DeviceScope scope(state_->device);
     const cudaStream_t on = cuda::as_stream(stream);
     state_->digests.launch(on);
-    state_->copied.launch(on, 0, 0);
+    state_->copied.launch(on, 0, 0, 0);
     const auto& fused = state_->fused;
     cuda::launch_fused<WordKind::bytes>(fused[0], state_->digests, on, state_->device);
     cuda::launch_fused<WordKind::halves>(fused[1], state_->digests, on, state_->device);

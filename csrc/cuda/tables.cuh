@@ -61,7 +61,8 @@ inline __device__ void add_sum(std::uint64_t value, bool is_shared, std::uint64_
 class DeviceSegments {
   public:
     DeviceSegments(const SegmentUnits& units, int device);
-    void launch(cudaStream_t stream, std::int64_t source_base, std::int64_t target_base) const;
+    void launch(cudaStream_t stream, std::int64_t source_base, std::int64_t target_base,
+                std::uint32_t max_blocks) const;
     void close();
 
   private:

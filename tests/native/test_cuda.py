@@ -481,13 +481,14 @@ def gpu_blocks(num_bytes: int) -> tuple[Any, Any, Any]:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("max_blocks", [0, 1, 7])
 @pytest.mark.parametrize("num_bytes", [0, 1, 64 * MIB, 64 * MIB + 5])
-def test_large_copies_and_digests(num_bytes: int) -> None:
+def test_large_copies_and_digests(num_bytes: int, max_blocks: int) -> None:
     _, source, target = gpu_blocks(max(num_bytes, 1))
     addresses = (source.data_ptr(), target.data_ptr())
     with native.SegmentTableCuda(segment_table((*addresses, num_bytes, 0, *NO_DIMS)), 0) as table:
         assert table.num_bytes == num_bytes
-        table.launch()
+        table.launch(max_blocks=max_blocks)
     host = source.cpu().numpy()
     np.testing.assert_array_equal(target.cpu().numpy()[:num_bytes], host[:num_bytes])
     for word_bytes in (1, 2, 4):

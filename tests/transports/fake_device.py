@@ -30,7 +30,9 @@ class FakeTable:
         self._rows: Rows | None = rows.copy()
         self.num_bytes = int(np.prod(rows[:, [2, 4, 7, 10]], axis=1).sum())
 
-    def launch(self, stream: int = 0, source_base: int = 0, target_base: int = 0) -> None:
+    def launch(
+        self, stream: int = 0, source_base: int = 0, target_base: int = 0, max_blocks: int = 0
+    ) -> None:
         if self._rows is None:
             raise ValueError("this SegmentTableCuda is closed")
         rows = self._rows.copy()
@@ -52,8 +54,10 @@ class FakeDigestingTable(FakeTable):
         self._digest_rows, self._owners = digest_rows, owners
         self._sums = np.zeros(num_owners, dtype=np.uint64)
 
-    def launch(self, stream: int = 0, source_base: int = 0, target_base: int = 0) -> None:
-        super().launch(stream, source_base, target_base)
+    def launch(
+        self, stream: int = 0, source_base: int = 0, target_base: int = 0, max_blocks: int = 0
+    ) -> None:
+        super().launch(stream, source_base, target_base, max_blocks)
         self._sums[:] = 0
         np.add.at(self._sums, self._owners, native.digest_segments(self._digest_rows))
 

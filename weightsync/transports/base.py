@@ -124,6 +124,9 @@ class RingOptions:
 class StreamSource(ABC):
     """The filling end of a ring."""
 
+    #: How many blocks of a device a copy into a slot may take, beside what moves meanwhile; 0 for all.
+    max_copy_blocks: int = 0
+
     @abstractmethod
     def begin_move(self, session_id: str, deadline: Deadline) -> None:
         """Make every slot free: what an unclean end left behind is dropped on both sides."""
@@ -147,6 +150,9 @@ class GroupSource(ABC):
     The targets share fate: an error that one of them causes ends the move of all.
     """
 
+    #: How many blocks of a device a copy into a slot may take, beside what moves meanwhile; 0 for all.
+    max_copy_blocks: int = 0
+
     @abstractmethod
     def begin_move(self, session_ids: Sequence[str], deadline: Deadline) -> None:
         """As of a :class:`StreamSource`; a session for each target, in the order of the ends."""
@@ -166,6 +172,9 @@ class GroupSource(ABC):
 
 class StreamTarget(ABC):
     """The emptying end of a ring."""
+
+    #: How many blocks of a device a copy out of a slot may take, beside what moves meanwhile; 0 for all.
+    max_copy_blocks: int = 0
 
     @abstractmethod
     def begin_move(self, session_id: str) -> None:

@@ -271,6 +271,7 @@ class GroupTarget(RingTarget):
     def __init__(self, inbox: Inbox, landing: Landing, group: JoinedGroup) -> None:
         super().__init__(inbox, group.memory, group.options, group.number)
         self._landing = landing
+        self.max_copy_blocks = group.collective.max_copy_blocks
 
     def receive(self, deadline: Deadline) -> tuple[SlotHeader, Slot]:
         reach("stream.receive")

@@ -75,6 +75,7 @@ class GroupRing(GroupSource):
         self._members = [_Member(inbox, number) for inbox in inboxes]
         self._memory, self._options = memory, options
         self._collective, self._abort = collective, abort
+        self.max_copy_blocks = collective.max_copy_blocks
         self._free = deque(range(options.num_slots))
         self._acquired: dict[int, tuple[Slot, Pin]] = {}
         self._sent: dict[int, _Sent] = {}
@@ -272,6 +273,7 @@ class PairStream(StreamSource):
 
     def __init__(self, group: GroupRing) -> None:
         self._group = group
+        self.max_copy_blocks = group.max_copy_blocks
 
     def begin_move(self, session_id: str, deadline: Deadline) -> None:
         self._group.begin_move([session_id], deadline)

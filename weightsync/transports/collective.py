@@ -52,6 +52,8 @@ class Collective(ABC):
     name: str
     #: A broadcast that waits for the others occupies a device, and with it whoever waits for that.
     holds_device: bool
+    #: What a copy into or out of a slot may take of a device beside broadcasts; 0 for all.
+    max_copy_blocks: int = 0
 
     @abstractmethod
     def broadcast(self, ptr: int, num_bytes: int) -> Pending:

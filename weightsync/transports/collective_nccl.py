@@ -20,6 +20,8 @@ _FIRST_LANE: Final = 16
 _POLL_S: Final = 20e-6
 _STATE_EVERY_S: Final = 0.01
 _MAX_EVENTS: Final = 64
+#: A copy at full speed takes the memory that a broadcast needs beside it; this keeps ahead of the links.
+MAX_COPY_BLOCKS: Final = 64
 
 
 _lanes: dict[int, set[int]] = {}  # taken, by device
@@ -70,6 +72,7 @@ class NcclCollective(Collective):
     """See the module. Work runs on a stream of its own."""
 
     holds_device = True
+    max_copy_blocks = MAX_COPY_BLOCKS
 
     def __init__(self, communicator: nccl_binding.Communicator, device: str) -> None:
         self.name = f"NCCL {nccl_binding.version_text(nccl_binding.version())}"

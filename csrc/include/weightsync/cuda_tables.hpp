@@ -18,8 +18,10 @@ class CudaSegmentTable {
     CudaSegmentTable(const SegmentUnits& units, int device);
     ~CudaSegmentTable();
 
-    // The bases are added to the table's pointers.
-    void launch(std::uintptr_t stream, std::int64_t source_base, std::int64_t target_base);
+    // The bases are added to the table's pointers. With `max_blocks` above 0 no kernel for dense
+    // pieces has more blocks: slower, and easy on whatever else the device does meanwhile.
+    void launch(std::uintptr_t stream, std::int64_t source_base, std::int64_t target_base,
+                std::uint32_t max_blocks);
     void close();
 
   private:
