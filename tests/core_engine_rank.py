@@ -70,6 +70,18 @@ def _generate(engine: Any, rank: int, command: Any) -> Any:
     return _said(engine.generate(command["prompts"], params(temperature=0.0)))
 
 
+def _decodes_by(engine: Any, rank: int, command: Any) -> str:
+    return "eager" if engine.decode_steps is None else "graphs"
+
+
+def _release(engine: Any, rank: int, command: Any) -> int:
+    return int(engine.release_memory(backups={"weights": "pinned"}))
+
+
+def _resume(engine: Any, rank: int, command: Any) -> int:
+    return int(engine.resume_memory())
+
+
 def _update(engine: Any, rank: int, command: Any) -> Any:
     """Traffic on the engine's thread; each rank asks for pauses at moments of its own."""
     from core_engines import params

@@ -2,16 +2,18 @@
 
 A graph places its rows' keys and values, runs the model, draws tokens and writes them where the next
 step reads them, so that a steady step copies nothing to the device. Results are copied to pinned
-memory behind each replay.
+memory behind each replay. Of several ranks each has graphs of its own with NCCL's kernels inside, and all
+replay the same sizes; the kernels of a rank that another has left wait for ever, which is noticed here.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -25,11 +27,14 @@ from engine_adapter.core.engine_config import DecodeKind, EngineConfig
 from engine_adapter.core.graph_pool import GraphPool
 from engine_adapter.core.kv_cache import KvCache
 from engine_adapter.core.model import DecoderModel
-from engine_adapter.core.parallel import Group
+from engine_adapter.core.parallel import ALONE, Group
 from weightsync.errors import CapacityError, ConfigError
 from weightsync.native_attention import ATTENTION_CHUNK
 
 _RESULT_SLOTS = 3  # steps whose results may lie in pinned memory at a time
+#: A step takes milliseconds; one that takes this long waits for a rank that is gone.
+_LOST_S: Final = 60.0
+_POLL_S: Final = 20e-6
 
 
 def bucket_sizes(max_rows: int) -> list[int]:
@@ -45,17 +50,21 @@ def bucket_sizes(max_rows: int) -> list[int]:
 class DecodeGraphs:
     """:class:`DecodeSteps` on a CUDA device; captured when made, the largest first.
 
-    ``pool`` is where graphs keep what passes between their kernels (None: one of torch's). Raises
-    :class:`CapacityError` if there is too little memory.
+    ``pool`` is where graphs keep what passes between their kernels (None: one of torch's). Ranks of a
+    ``group`` make theirs together. Raises :class:`CapacityError` if there is too little memory.
     """
 
     def __init__(
-        self, model: DecoderModel, cache: KvCache, max_rows: int, pool: GraphPool | None = None
+        self,
+        model: DecoderModel,
+        cache: KvCache,
+        max_rows: int,
+        pool: GraphPool | None = None,
+        group: Group = ALONE,
     ) -> None:
-        self.pool = pool
-        self.sizes = [size for size in bucket_sizes(max_rows) if size >= model.least_rows] or [
-            model.least_rows
-        ]
+        self.pool, self._group = pool, group
+        least_rows = int(group.largest([model.least_rows])[0])
+        self.sizes = [s for s in bucket_sizes(max_rows) if s >= least_rows] or [least_rows]
         self.max_rows = self.sizes[-1]
         tables_width = -(-model.max_positions // cache.page_size)
         self.state = DecodeState(self.max_rows, tables_width, cache.page_size, model.device)
@@ -113,9 +122,20 @@ class DecodeGraphs:
 
     def take(self) -> list[tuple[int, float, float]]:
         size, tokens, numbers, event = self._in_flight.popleft()
-        event.synchronize()
+        self._wait(event)
         drawn, after = numbers[:size, 0].tolist(), numbers[:size, 1].tolist()
         return list(zip(tokens[:size].tolist(), drawn, after, strict=True))
+
+    def _wait(self, event: Any) -> None:
+        """Raises :class:`PeerLostError` if another rank keeps a step from ending."""
+        if self._group.size == 1:
+            event.synchronize()
+            return
+        start_s = time.monotonic()
+        while not event.query():
+            if time.monotonic() - start_s > _LOST_S:
+                raise self._group.lost(f"a decode step did not end within {_LOST_S:.0f} s")
+            time.sleep(_POLL_S)
 
     # --- capturing ------------------------------------------------------------------------------------
 
@@ -138,7 +158,8 @@ class DecodeGraphs:
     def _faster_sizes(self) -> dict[int, int]:
         """Of each size, itself or a larger one that takes less time: libraries have kernels that are
         poor at very few rows. The bits are the same."""
-        times = {size: self._replay_s(size) for size in self.sizes}
+        measured = self._group.largest([self._replay_s(size) for size in self.sizes])
+        times = dict(zip(self.sizes, measured, strict=True))
         return {
             size: min((s for s in self.sizes if s >= size), key=times.__getitem__)
             for size in self.sizes
@@ -177,7 +198,9 @@ class DecodeGraphs:
             self._step(size)
         stream.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, stream=stream):
+        # NCCL's own threads go on calling CUDA meanwhile.
+        mode = "global" if self._group.size == 1 else "thread_local"
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode):
             self._found[size] = self._step(size)
         self._graphs[size] = graph
         self.num_captures += 1
@@ -194,21 +217,29 @@ def build_decode_steps(
     for and cannot be."""
     if config.decode is DecodeKind.EAGER:
         return None
-    reason = _no_graphs_reason(model, attention, group)
+    reason = _no_graphs_reason(config, model, attention, group)
     if not reason:
         is_releasable = config.memory is MemoryKind.RELEASABLE
         pool = GraphPool(model.device) if is_releasable else None
-        return DecodeGraphs(model, cache, config.max_running, pool)
+        return DecodeGraphs(model, cache, config.max_running, pool, group)
     if config.decode is DecodeKind.GRAPHS:
         raise ConfigError(f"decode='graphs': {reason}; use decode='auto'")
     return None
 
 
-def _no_graphs_reason(model: DecoderModel, attention: Attention, group: Group) -> str:
+def _no_graphs_reason(
+    config: EngineConfig, model: DecoderModel, attention: Attention, group: Group
+) -> str:
     if not isinstance(attention, PagedCudaAttention):
         return f"there are none for {type(attention).__name__} on {model.device.type}"
-    if group.size > 1:
-        return f"the engine has {group.size} ranks, which agree on every step"
+    if group.size > 1 and not group.is_nccl(model.device):
+        return f"the {group.size} ranks of the engine add parts on {model.device} without NCCL"
+    # Otherwise NCCL registers what graphs use, and may hang once that was released and came back.
+    is_registering = os.environ.get("NCCL_GRAPH_REGISTER") != "0"
+    if group.size > 1 and config.memory is MemoryKind.RELEASABLE and is_registering:
+        return (
+            "memory='releasable' with several ranks needs NCCL_GRAPH_REGISTER=0 in the environment"
+        )
     if model.asks_device:
         return f"experts of {model.dtype} are picked on the host; with bfloat16 they are not"
     return ""

@@ -35,6 +35,20 @@ class Group:
 
         return cls(process_group, dist.get_rank(process_group), dist.get_world_size(process_group))
 
+    def is_nccl(self, device: torch.device) -> bool:
+        """Whether NCCL joins what lies on ``device``."""
+        if self.process_group is None:
+            return False
+        import torch.distributed as dist
+
+        if not dist.is_nccl_available():
+            return False
+        try:
+            backend = self.process_group._get_backend(device)
+        except RuntimeError:  # none for that kind of device
+            return False
+        return isinstance(backend, dist.ProcessGroupNCCL)
+
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """Every rank's tensor, in rank order; all of one shape and dtype."""
         if self.size == 1:
@@ -42,24 +56,33 @@ class Group:
         import torch.distributed as dist
 
         mine = tensor.contiguous()
-        found = [torch.empty_like(mine) for _ in range(self.size)]
+        whole = mine.new_empty((self.size, *mine.shape))
         # As bytes: not every backend knows every dtype.
-        views = [t.view(torch.uint8) for t in found]
+        parts = whole.view(torch.uint8).flatten(), mine.view(torch.uint8).flatten()
         try:
-            dist.all_gather(views, mine.view(torch.uint8), group=self.process_group)
+            dist.all_gather_into_tensor(*parts, group=self.process_group)
         except RuntimeError as error:
             raise self._lost("all_gather", error) from error
-        return found
+        return list(whole.unbind(0))
 
     def sum_in_order(self, tensor: Tensor) -> Tensor:
         """The sum over ranks: fp32, from rank 0 up, rounded once."""
         first, *rest = self.gather(tensor)
         if not rest:
             return tensor
+        if len(rest) == 1:  # torch adds two in fp32 and rounds once
+            return first + rest[0]
         total = first.float()
         for part in rest:
             total += part.float()
         return total.to(tensor.dtype)
+
+    def largest(self, values: Sequence[float]) -> list[float]:
+        """Each place's largest value over the ranks, by way of the host."""
+        if self.size == 1:
+            return list(values)
+        found = self.gather(torch.tensor(values, dtype=torch.float64))
+        return torch.stack(found).amax(0).tolist()
 
     def join_columns(self, tensor: Tensor, widths: Sequence[int]) -> Tensor:
         """[R, widths[rank]] of every rank -> [R, sum of widths], in rank order."""
@@ -82,9 +105,13 @@ class Group:
         return tensor
 
     def _lost(self, what: str, error: Exception) -> PeerLostError:
+        return self.lost(f"{what} over {self.size} ranks of the engine failed: {error}")
+
+    def lost(self, what: str) -> PeerLostError:
+        """The error of this rank when ``what`` happened."""
         return PeerLostError(
-            f"{what} over {self.size} ranks of the engine failed on rank {self.rank}: {error}; a "
-            "rank of the engine is gone or stuck: restart the engine"
+            f"{what} (seen by rank {self.rank}); a rank of the engine is gone or stuck: restart the "
+            "engine"
         )
 
 

@@ -1,4 +1,4 @@
-"""An engine of two ranks on two GPUs: NCCL for sums and gathers, gloo for agreeing, no graphs."""
+"""An engine of two ranks on two GPUs: NCCL for sums and gathers, in graphs too, and gloo for agreeing."""
 
 from __future__ import annotations
 
@@ -22,22 +22,27 @@ LIMIT_S = 60.0
 #: Each process shows its own GPU alone.
 ON_CUDA = {"device": "cuda:0", "attention": "paged", "kv_cache_tokens": 8192}
 
-Start = Callable[[Path, dict[str, int]], "Ranks"]
+Start = Callable[..., "Ranks"]
 
 
 class Ranks:
     """Two processes that hold a rank each."""
 
-    def __init__(self, stack: ExitStack, store: Path, directory: Path, split: Any) -> None:
+    def __init__(
+        self, stack: ExitStack, store: Path, directory: Path, split: Any, **settings: Any
+    ) -> None:
+        env = {"NCCL_GRAPH_REGISTER": "0"}
         self.children = [
             stack.enter_context(
-                Child("core_engine_rank:serve", {"CUDA_VISIBLE_DEVICES": visible_name(rank)})
+                Child("core_engine_rank:serve", {**env, "CUDA_VISIBLE_DEVICES": visible_name(rank)})
             )
             for rank in range(2)
         ]
         for rank, child in enumerate(self.children):
             task = {"store": str(store), "rank": rank, "directory": str(directory), "split": split}
-            child.send({**task, "backend": "cpu:gloo,cuda:nccl", "settings": ON_CUDA})
+            child.send(
+                {**task, "backend": "cpu:gloo,cuda:nccl", "settings": {**ON_CUDA, **settings}}
+            )
         assert self._receive() == ["ready"] * 2
 
     def ask(self, message: Any) -> list[Any]:
@@ -54,7 +59,12 @@ def start(tmp_path: Path) -> Iterator[Start]:
     if native.extension.cuda_num_devices() < 2:
         pytest.skip("needs two GPUs")
     with ExitStack() as stack:
-        yield lambda directory, split: Ranks(stack, tmp_path / "store", directory, split)
+
+        def begin(directory: Path, split: dict[str, int], **settings: Any) -> Ranks:
+            store = tmp_path / f"store-{len(list(tmp_path.glob('store-*')))}"
+            return Ranks(stack, store, directory, split, **settings)
+
+        yield begin
 
 
 TP, EP = {"tp_size": 2}, {"ep_size": 2}
@@ -105,3 +115,29 @@ def test_a_trained_model_answers_the_same(
     wanted = one.generate(asked, params(temperature=0.0))
     # The answer; what comes after an end that is ignored was never trained.
     assert [o["tokens"][:3] for o in first] == [list(o.token_ids)[:3] for o in wanted]
+
+
+@pytest.mark.parametrize(("variant", "split"), [("dense", TP), ("moe", EP)])
+def test_graphs_give_the_bits_of_eager_steps(
+    start: Start, variant: str, split: dict[str, int], tmp_path: Path
+) -> None:
+    directory = small_model(tmp_path / "model", variant=variant)
+    asked = {"do": "generate", "prompts": prompts(5, 30, 17, 9, 3)}
+    said = {}
+    for decode in ("graphs", "eager"):
+        ranks = start(directory, split, decode=decode)
+        assert ranks.ask({"do": "decodes_by"}) == [decode] * 2
+        said[decode] = ranks.ask(asked)
+        assert ranks.ask("stop") == ["stopped"] * 2
+    assert said["graphs"] == said["eager"]
+    assert said["graphs"][0] == said["graphs"][1]
+
+
+def test_memory_goes_and_comes_back_under_graphs(start: Start, tmp_path: Path) -> None:
+    ranks = start(small_model(tmp_path / "model"), TP, memory="releasable", decode="graphs")
+    asked = {"do": "generate", "prompts": prompts(5, 30, 17)}
+    before = ranks.ask(asked)
+    assert all(freed > 0 for freed in ranks.ask({"do": "release"}))
+    assert all(taken > 0 for taken in ranks.ask({"do": "resume"}))
+    assert ranks.ask(asked) == before
+    assert ranks.ask("stop") == ["stopped"] * 2
