@@ -178,7 +178,6 @@ class Trainer:
 
     def __init__(self, args: argparse.Namespace) -> None:
         progress = Progress("trainer")
-        self._copy_blocks = args.copy_blocks
         self.model = Model(sizes_of(args.model[0], args.tiny), seed=1)
         words = self.model.arena[: self.model.arena.nbytes // 8 * 8].view(torch.int64)
         words.random_(generator=torch.Generator(DEVICE).manual_seed(7))
@@ -237,16 +236,16 @@ class Trainer:
                     for tensor in tensors:
                         dist.broadcast(tensor, src=0)
                 case "broadcast":
-                    self._fill()
+                    self._fill(self.ring.max_copy_blocks)
+                case word if word.startswith("broadcast "):
+                    self._fill(int(word.split()[1]))
                 case "end":
                     dist.destroy_process_group()  # together with the other process
                     return
             torch.cuda.synchronize()
 
-    def _fill(self) -> None:
+    def _fill(self, blocks: int) -> None:
         self.ring.begin_move("bench", deadline("begin"))
-        own = self._copy_blocks
-        blocks = self.ring.max_copy_blocks if own is None else own
         for n, pack in enumerate(self.packs):
             slot = self.ring.acquire(deadline("acquire"))
             pack.fill(slot.ptr, num_threads=1, cancel=None, max_blocks=blocks)
@@ -348,6 +347,10 @@ class Engine:
             "nccl": self._run_nccl,
             "nccl per tensor": self._run_per_tensor,
             "broadcast": self._run_broadcast,
+            **{
+                f"broadcast {n}": lambda n=n: self._run_broadcast(n)  # type: ignore[misc]
+                for n in self._args.copy_blocks
+            },
             "peer copy": self._run_copy,
             "ipc direct": lambda: self._run_direct("ipc"),
         }
@@ -356,7 +359,7 @@ class Engine:
             found["p2p direct"] = lambda: self._run_direct("p2p direct")
             found["p2p nixl"] = lambda: self._run_direct("p2p nixl")
         only = self._args.only
-        return {name: found[name] for name in found if not only or name in only}
+        return {n: found[n] for n in found if not only or n in only or n.split()[0] in only}
 
     def _ask(self, word: str) -> None:
         self._trainer.stdin.write(word + "\n")
@@ -376,10 +379,9 @@ class Engine:
         torch.cuda.synchronize()
         return self.model.total_bytes
 
-    def _run_broadcast(self) -> int:
+    def _run_broadcast(self, own: int | None = None) -> int:
         self.ring.begin_move("bench")
-        self._ask("broadcast")
-        own = self._args.copy_blocks
+        self._ask("broadcast" if own is None else f"broadcast {own}")
         blocks = self.ring.max_copy_blocks if own is None else own
         for unpack in self._unpacks:
             _, slot = self.ring.receive(deadline("receive"))
@@ -443,7 +445,7 @@ def measure(engine: Engine, rounds: int) -> dict[str, list[float]]:
 def summarise(rates: dict[str, list[float]]) -> list[dict[str, Any]]:
     rows = []
     for name, found in rates.items():
-        floor = FLOORS.get(name)
+        floor = FLOORS.get(name, FLOORS.get(name.split()[0]))
         share = None
         if floor in rates:
             share = statistics.median(a / b for a, b in zip(found, rates[floor], strict=True))
@@ -472,7 +474,6 @@ def run_model(model: str, args: argparse.Namespace) -> dict[str, Any]:
     command = [sys.executable, __file__, "--trainer", "--model", model, "--bucket", args.bucket]
     command += ["--slots", str(args.slots), *(["--tiny"] if args.tiny else [])]
     command += ["--no-nixl"] if args.no_nixl else []
-    command += [] if args.copy_blocks is None else ["--copy-blocks", str(args.copy_blocks)]
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": reversed_order()}
     trainer = subprocess.Popen(
         command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env
@@ -509,7 +510,10 @@ def main() -> None:
     parser.add_argument("--model", nargs="*", default=models, help="whose tensor shapes")
     parser.add_argument("--bucket", default="1GiB", help="bytes of a slot")
     parser.add_argument("--slots", type=int, default=3)
-    parser.add_argument("--copy-blocks", type=int, help="of packing and unpacking; 0 for all")
+    parser.add_argument(
+        "--copy-blocks", type=int, nargs="*", default=[],
+        help="broadcast also with so many blocks that pack and unpack (0: all)",
+    )  # fmt: skip
     parser.add_argument("--no-nixl", action="store_true", help="without p2p")
     parser.add_argument("--only", nargs="*", metavar="NAME", help="candidates, of those above")
     parser.add_argument("--json", type=Path, help="write every result here")
