@@ -7,6 +7,7 @@
 #include "weightsync/cuda_tables.hpp"
 #include "weightsync/delta_patch.hpp"
 #include "weightsync/device.hpp"
+#include "weightsync/peer_sum.hpp"
 
 namespace weightsync {
 namespace {
@@ -120,6 +121,7 @@ void cuda_add_norm_rows(const AddedRows&, std::uintptr_t, int device) {
 void cuda_gate_rows(const GatedRows&, std::uintptr_t, int device) {
     fail("cuda_gate_rows", device);
 }
+void cuda_peer_sum(const PeerSum&, std::uintptr_t, int device) { fail("cuda_peer_sum", device); }
 void cuda_place_heads(const HeadRows&, std::uintptr_t, int device) {
     fail("cuda_place_heads", device);
 }

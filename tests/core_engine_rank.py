@@ -74,6 +74,38 @@ def _decodes_by(engine: Any, rank: int, command: Any) -> str:
     return "eager" if engine.decode_steps is None else "graphs"
 
 
+def _sums(engine: Any, rank: int, command: Any) -> Any:
+    """How often the sum over ranks was that of the gathered parts, by kind; by mailboxes or by NCCL."""
+    import torch
+
+    group = engine._group
+    found = {}
+    for dtype in (torch.bfloat16, torch.float32, torch.float16):
+        equal, by_mailbox = 0, 0
+        for number in range(40):
+            torch.manual_seed(100 * number + rank)
+            shape = (1 + 37 * (number % 9), 8 * (1 + number * 5 % 97))
+            part = torch.randn(shape, device=engine.model.device).to(dtype)
+            total = part.new_zeros(shape, dtype=torch.float32)
+            for other in group.gather(part):
+                total += other.float()
+            by_mailbox += group._peers is not None and group._peers.sum(part) is not None
+            equal += bool(torch.equal(group.sum_in_order(part), total.to(dtype)))
+        found[str(dtype)] = [equal, by_mailbox]
+    return found
+
+
+def _lone_sum(engine: Any, rank: int, command: Any) -> bool:
+    """A sum that the other rank does not take part in; whether all of it is NaN."""
+    import torch
+
+    from engine_adapter.core import peer_sum
+
+    peer_sum.LIMIT_S = 2.0  # type: ignore[misc]
+    part = torch.ones((3, 64), dtype=torch.bfloat16, device=engine.model.device)
+    return bool(torch.isnan(engine._group.sum_in_order(part)).all())
+
+
 def _release(engine: Any, rank: int, command: Any) -> int:
     return int(engine.release_memory(backups={"weights": "pinned"}))
 

@@ -299,6 +299,20 @@ def cuda_add_norm_rows(
 def cuda_gate_rows(
     dtype: int, sizes: Sequence[int], pointers: Sequence[int], stream: int, device: int
 ) -> None: ...
+
+MAX_PEERS: int
+MAILBOX_HEAD_BYTES: int
+
+def mailbox_bytes(size: int, slot_bytes: int) -> int: ...
+def cuda_peer_sum(
+    dtype: int,
+    sizes: Sequence[int],
+    pointers: Sequence[int],
+    mailboxes: Sequence[int],
+    stream: int,
+    device: int,
+) -> None: ...
+def add_parts(dtype: int, num_bytes: int, size: int, parts: int, sum: int) -> None: ...
 def cuda_place_heads(
     dtype: int,
     eps: float,

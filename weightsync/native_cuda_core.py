@@ -145,6 +145,32 @@ def gate_rows(
     _core.cuda_gate_rows(FLOAT_TYPES[dtype], sizes, pointers, *launch)
 
 
+MAX_PEERS: Final = _core.MAX_PEERS
+MAILBOX_HEAD_BYTES: Final = _core.MAILBOX_HEAD_BYTES
+mailbox_bytes: Final = _core.mailbox_bytes
+
+
+class PeerSumSizes(NamedTuple):
+    """``num_bytes`` of a part and ``slot_bytes`` are multiples of 16."""
+
+    num_bytes: int
+    slot_bytes: int
+    limit_ns: int
+    rank: int
+    num_ranks: int
+
+
+def peer_sum(
+    dtype: str, sizes: PeerSumSizes, part: int, total: int, mailboxes: list[int], launch: Launch
+) -> None:
+    """The sum over ranks, in fp32 from rank 0 up, rounded once; see ``peer_sum.hpp``.
+
+    ``mailboxes``: each rank's, as mapped here. If a rank does not come in time, this sum and all later
+    ones are NaN on every rank.
+    """
+    _core.cuda_peer_sum(FLOAT_TYPES[dtype], sizes, (part, total), mailboxes, *launch)
+
+
 class HeadSizes(NamedTuple):
     num_rows: int
     num_heads: int

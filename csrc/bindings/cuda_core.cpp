@@ -2,10 +2,13 @@
 
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <array>
+#include <vector>
 
 #include "bindings.hpp"
 #include "weightsync/cuda_attention.hpp"
+#include "weightsync/peer_sum.hpp"
 
 namespace py = pybind11;
 
@@ -251,6 +254,42 @@ void bind_decode_rows(py::module_& module) {
     bind_pair("cuda_advance_rows", &cuda_advance_rows, "advance_rows", &advance_rows);
 }
 
+void bind_peer_sum(py::module_& module) {
+    module.attr("MAX_PEERS") = kMaxPeers;
+    module.def("mailbox_bytes", &mailbox_bytes, py::arg("size"), py::arg("slot_bytes"));
+    module.attr("MAILBOX_HEAD_BYTES") = kMailboxHeadBytes;
+    module.def(
+        "cuda_peer_sum",
+        [](int dtype, const Numbers<5>& sizes, const Addresses<2>& pointers,
+           const std::vector<std::uint64_t>& mailboxes, std::uintptr_t stream, int device) {
+            PeerSum sum{};
+            sum.dtype = checked_dtype(dtype);
+            sum.num_bytes = sizes[0];
+            sum.slot_bytes = sizes[1];
+            sum.limit_ns = sizes[2];
+            sum.rank = static_cast<int>(sizes[3]);
+            sum.size = static_cast<int>(sizes[4]);
+            sum.part = pointer<const void>(pointers[0]);
+            sum.sum = pointer<void>(pointers[1]);
+            if (mailboxes.size() != static_cast<std::size_t>(sum.size) || sum.size > kMaxPeers) {
+                throw std::invalid_argument("peer_sum: a mailbox for each of 2 to 8 ranks");
+            }
+            std::copy(mailboxes.begin(), mailboxes.end(), sum.mailboxes);
+            const py::gil_scoped_release released;
+            cuda_peer_sum(sum, stream, device);
+        },
+        py::arg("dtype"), py::arg("sizes"), py::arg("pointers"), py::arg("mailboxes"),
+        py::arg("stream"), py::arg("device"));
+    module.def(
+        "add_parts",
+        [](int dtype, std::int64_t num_bytes, int size, std::uintptr_t parts, std::uintptr_t sum) {
+            const py::gil_scoped_release released;
+            add_parts(checked_dtype(dtype), num_bytes, size, pointer<const void>(parts),
+                      pointer<void>(sum));
+        },
+        py::arg("dtype"), py::arg("num_bytes"), py::arg("size"), py::arg("parts"), py::arg("sum"));
+}
+
 }  // namespace
 
 void bind_cuda_core(py::module_& module) {
@@ -259,6 +298,7 @@ void bind_cuda_core(py::module_& module) {
     bind_rows(module);
     bind_sampling_calls(module);
     bind_decode_rows(module);
+    bind_peer_sum(module);
     module.def("cuda_read_bytes", &cuda_read_bytes, py::arg("source_ptr"), py::arg("num_bytes"),
                py::arg("out_ptr"), py::arg("stream"), py::arg("device"),
                py::call_guard<py::gil_scoped_release>());

@@ -8,7 +8,6 @@ replay the same sizes; the kernels of a rank that another has left wait for ever
 
 from __future__ import annotations
 
-import os
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -28,6 +27,7 @@ from engine_adapter.core.graph_pool import GraphPool
 from engine_adapter.core.kv_cache import KvCache
 from engine_adapter.core.model import DecoderModel
 from engine_adapter.core.parallel import ALONE, Group
+from weightsync.config import library_setting
 from weightsync.errors import CapacityError, ConfigError
 from weightsync.native_attention import ATTENTION_CHUNK
 
@@ -235,7 +235,7 @@ def _no_graphs_reason(
     if group.size > 1 and not group.is_nccl(model.device):
         return f"the {group.size} ranks of the engine add parts on {model.device} without NCCL"
     # Otherwise NCCL registers what graphs use, and may hang once that was released and came back.
-    is_registering = os.environ.get("NCCL_GRAPH_REGISTER") != "0"
+    is_registering = library_setting("NCCL_GRAPH_REGISTER") != "0"
     if group.size > 1 and config.memory is MemoryKind.RELEASABLE and is_registering:
         return (
             "memory='releasable' with several ranks needs NCCL_GRAPH_REGISTER=0 in the environment"

@@ -84,6 +84,8 @@ class Engine:
             limits, model.config.vocab_size, model.config.eos_token_ids, tokenizer, self.config.seed
         )
         self._ledger = Ledger(self.scheduler)
+        if group.size > 1 and model.device.type == "cuda":
+            group.open_mailboxes(model.device)
         #: Steps of decoding that the device makes by itself, if there are any.
         self.decode_steps = steps = build_decode_steps(
             self.config, model, self.cache, attention, group

@@ -13,6 +13,8 @@ from weightsync.errors import ConfigError, PeerLostError
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from engine_adapter.core.peer_sum import PeerSum
+
 
 class Group:
     """The ranks of an engine. Sums run in rank order, so that results repeat bit for bit.
@@ -27,6 +29,14 @@ class Group:
         if process_group is None and size != 1:
             raise ConfigError(f"{size} ranks need a torch.distributed process group")
         self.process_group, self.rank, self.size = process_group, rank, size
+        self._peers: PeerSum | None = None
+
+    def open_mailboxes(self, device: torch.device) -> None:
+        """Let small sums on a CUDA device go by memory that ranks map, if they can; all ranks together."""
+        from engine_adapter.core.peer_sum import open_mailboxes
+
+        if self._peers is None and self.is_nccl(device):
+            self._peers = open_mailboxes(self, device)
 
     @classmethod
     def of(cls, process_group: ProcessGroup) -> Group:
@@ -67,6 +77,8 @@ class Group:
 
     def sum_in_order(self, tensor: Tensor) -> Tensor:
         """The sum over ranks: fp32, from rank 0 up, rounded once."""
+        if self._peers is not None and (total := self._peers.sum(tensor)) is not None:
+            return total
         first, *rest = self.gather(tensor)
         if not rest:
             return tensor

@@ -141,3 +141,18 @@ def test_memory_goes_and_comes_back_under_graphs(start: Start, tmp_path: Path) -
     assert all(taken > 0 for taken in ranks.ask({"do": "resume"}))
     assert ranks.ask(asked) == before
     assert ranks.ask("stop") == ["stopped"] * 2
+
+
+def test_sums_by_mailboxes_are_those_of_gathered_parts(start: Start, tmp_path: Path) -> None:
+    ranks = start(small_model(tmp_path / "model"), TP)
+    for found in ranks.ask({"do": "sums"}):
+        assert found.keys() == {"torch.bfloat16", "torch.float32", "torch.float16"}
+        assert all(equal == by_mailbox == 40 for equal, by_mailbox in found.values())
+    assert ranks.ask("stop") == ["stopped"] * 2
+
+
+def test_a_sum_without_the_other_rank_is_nan_for_both(start: Start, tmp_path: Path) -> None:
+    first, second = start(small_model(tmp_path / "model"), TP).children
+    for child in (first, second):  # one after the other
+        child.send({"do": "lone_sum"})
+        assert child.receive(LIMIT_S) is True
