@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "attention_kernels.cuh"
+#include "attention_tiles.cuh"
 #include "memory.cuh"
 #include "weightsync/cuda_attention.hpp"
 
@@ -73,16 +74,27 @@ struct Launch {
         }
     }
 
-    template <typename Tensor, int kDim>
-    void tiles() const {
-        constexpr int kStages = 3;
-        constexpr int num_bytes = kStages * kTileBytes<kDim>;
-        allow_shared(tile_kernel<Tensor, kDim, kStages>, num_bytes, device);
+    template <typename Tensor, int kDim, int kWarps>
+    void tiles_by() const {
+        constexpr int num_bytes = tile_shared_bytes<kDim>(kWarps);
+        allow_shared(tile_kernel<Tensor, kDim, kWarps>, num_bytes, device);
         const dim3 grid(static_cast<unsigned>(work.max_tiles),
-                        static_cast<unsigned>(step.num_kv_heads));
-        tile_kernel<Tensor, kDim, kStages>
-            <<<grid, kThreads, num_bytes, stream>>>(step, work, scale_log2);
+                        static_cast<unsigned>(step.num_kv_heads),
+                        kTileEntries / (kWarps * kWarpRows));
+        tile_kernel<Tensor, kDim, kWarps>
+            <<<grid, kWarps * 32, num_bytes, stream>>>(step, work, scale_log2);
         check(cudaGetLastError(), "launch of tile_kernel", device);
+    }
+
+    template <typename Tensor, int kDim>
+    void tiles(const Limits& limits) const {
+        const auto has_room = [&](int num_warps) {
+            return tile_shared_bytes<kDim>(num_warps) <= limits.block_bytes &&
+                   (work.num_warps == 0 || work.num_warps >= num_warps);
+        };
+        if (has_room(8)) return tiles_by<Tensor, kDim, 8>();
+        if (has_room(4)) return tiles_by<Tensor, kDim, 4>();
+        return tiles_by<Tensor, kDim, 2>();
     }
 
     template <typename Tensor, int kDim>
@@ -90,12 +102,14 @@ struct Launch {
         const Limits limits = limits_of(device);
         if (work.max_split > 0) {
             split<Tensor, kDim>(limits);
+            constexpr int entries = kCombinedEntries<kDim>;
             const dim3 grid(static_cast<unsigned>(step.num_sequences),
-                            static_cast<unsigned>(step.num_kv_heads));
+                            static_cast<unsigned>(step.num_kv_heads),
+                            static_cast<unsigned>((work.partial_entries + entries - 1) / entries));
             combine_kernel<Tensor, kDim><<<grid, kThreads, 0, stream>>>(step, work, scale_log2);
             check(cudaGetLastError(), "launch of combine_kernel", device);
         }
-        if (work.max_tiles > 0) tiles<Tensor, kDim>();
+        if (work.max_tiles > 0) tiles<Tensor, kDim>(limits);
     }
 
     template <typename Tensor>
