@@ -3,90 +3,10 @@
 
 #include <cuda_runtime.h>
 
-#include "attention_warp.cuh"
+#include "attention_block.cuh"
+#include "memory.cuh"
 
 namespace weightsync::cuda {
-
-inline constexpr int kThreads = 128;
-
-inline __device__ int dynamic_shared_bytes() {
-    int num_bytes;
-    asm("mov.u32 %0, %%dynamic_smem_size;" : "=r"(num_bytes));
-    return num_bytes;
-}
-
-// An entry's place in the query or output, in elements from its start.
-struct Entries {
-    std::int32_t first_row;
-    std::int32_t num_rows;
-    std::int32_t context;
-    std::int32_t group;
-    std::int32_t kv_head;
-
-    __device__ Entries(const AttentionStep& step, std::int32_t sequence, std::int32_t head)
-        : first_row(step.query_starts[sequence]),
-          num_rows(step.query_starts[sequence + 1] - first_row),
-          context(step.context_lens[sequence]),
-          group(static_cast<std::int32_t>(step.num_heads / step.num_kv_heads)),
-          kv_head(head) {}
-
-    __device__ std::int32_t size() const { return num_rows * group; }
-    __device__ std::int64_t place(std::int32_t entry, std::int64_t row_stride,
-                                  std::int64_t head_dim) const {
-        const std::int32_t head = kv_head * group + entry % group;
-        return (first_row + entry / group) * row_stride + head * head_dim;
-    }
-    __device__ const std::uint16_t* query(const AttentionStep& step, std::int32_t entry) const {
-        if (entry >= size()) return nullptr;
-        return static_cast<const std::uint16_t*>(step.query) +
-               place(entry, step.query_stride, step.head_dim);
-    }
-    __device__ std::uint16_t* output(const AttentionStep& step, std::int32_t entry) const {
-        return static_cast<std::uint16_t*>(step.output) +
-               place(entry, step.num_heads * step.head_dim, step.head_dim);
-    }
-};
-
-// Writes what a lane has of one of its entries, divided by the sum.
-template <typename Tensor, int kDim>
-__device__ void write_entry(const WarpSums<kDim>& sums, int half, std::uint16_t* out) {
-    const int column = threadIdx.x % 4 * 2;
-#pragma unroll
-    for (int block = 0; block < kDim / 8; ++block) {
-        // Adding to zero is what merging with nothing does: it makes -0 a 0.
-        const float low = __fadd_rn(0.0f, sums.values[block][2 * half]);
-        const float high = __fadd_rn(0.0f, sums.values[block][2 * half + 1]);
-        *reinterpret_cast<std::uint32_t*>(out + block * 8 + column) =
-            Tensor::pack(__fdiv_rn(low, sums.sum[half]), __fdiv_rn(high, sums.sum[half]));
-    }
-}
-
-// What an item has found: the output itself where it is all of its sequence.
-template <typename Tensor, int kDim>
-__device__ void write_item(const AttentionStep& step, const AttentionWork& work, std::int64_t index,
-                           const SplitItem& item, const Entries& entries,
-                           const WarpSums<kDim>& sums) {
-    const int lane = threadIdx.x % 32;
-    float* partials = work.partials + index * work.partial_entries * (kDim + 2);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int entry = lane / 4 + 8 * half;
-        if (entry >= entries.size()) continue;
-        if (item.num_chunks == 1) {
-            write_entry<Tensor>(sums, half, entries.output(step, entry));
-            continue;
-        }
-        float* out = partials + entry * (kDim + 2);
-        if (lane % 4 == 0) {
-            *reinterpret_cast<float2*>(out) = {sums.max[half], sums.sum[half]};
-        }
-#pragma unroll
-        for (int block = 0; block < kDim / 8; ++block) {
-            *reinterpret_cast<float2*>(out + 2 + block * 8 + lane % 4 * 2) = {
-                sums.values[block][2 * half], sums.values[block][2 * half + 1]};
-        }
-    }
-}
 
 // Which tokens a warp loads next: through all tiles of all of its items, so that loads of an item
 // begin while the one before it is still computed.
@@ -196,24 +116,24 @@ __device__ void attend_items(const AttentionStep& step, const AttentionWork& wor
             stage = (stage + 1) % kStages;
         }
         sums[0].sum_columns();
-        write_item<Tensor, kDim>(step, work, index, item, entries, sums[0]);
+        write_item<Tensor, kDim, kDim>(step, work, index, item, entries, sums[0], 0);
     }
 }
 
-// One warp an item (a chunk of a sequence and a KV head); warps share nothing.
+// One warp an item (a chunk of a sequence and a KV head), or a block where there are few.
 template <typename Tensor, int kDim, int kStages>
 __global__ __launch_bounds__(kThreads) void split_kernel(AttentionStep step, AttentionWork work,
                                                          float scale_log2) {
     extern __shared__ __align__(128) unsigned char memory[];
-    constexpr int kAllTiles = static_cast<int>(kAttentionChunk) / kTokenTile;
+    let_next_begin();
+    wait_for_previous();
     const int warp = threadIdx.x / 32;
     const std::uint32_t ring = shared_address(memory);
     const std::int64_t total = work.counts->num_split * step.num_kv_heads;
-    if (total <= gridDim.x && dynamic_shared_bytes() >= kAllTiles * kTileBytes<kDim>) {
-        // An item a block at most: its warp asks for all of its tokens at once.
-        if (warp == 0) {
-            attend_items<Tensor, kDim, kAllTiles>(step, work, ring, blockIdx.x, gridDim.x, total,
-                                                  scale_log2);
+    if (total <= gridDim.x && blockDim.x == kThreads &&
+        dynamic_shared_bytes() >= BlockItem<Tensor, kDim>::num_bytes) {
+        if (blockIdx.x < total) {
+            BlockItem<Tensor, kDim>(step, work, memory, blockIdx.x).attend(scale_log2);
         }
         return;
     }
@@ -234,6 +154,7 @@ __global__ __launch_bounds__(kThreads, 8) void combine_kernel(AttentionStep step
                                                               AttentionWork work,
                                                               float scale_log2) {
     constexpr int kAhead = 8;
+    wait_for_previous();
     const auto sequence = static_cast<std::int32_t>(blockIdx.x);
     const std::int32_t first = work.first_split[sequence];
     const std::int32_t num_chunks = chunks_of(step.context_lens[sequence]);

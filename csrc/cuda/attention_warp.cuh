@@ -248,9 +248,12 @@ inline __device__ void weigh_scores(float (&scores)[kTokenTile / 8][4], float sc
     }
 }
 
-template <typename Tensor, int kDim, int kTiles>
+// Adds tokens' values by their weights: elements of each, from those of piece `first_piece` on, as
+// many as `sums` have.
+template <typename Tensor, int kDim, int kTiles, int kColumns>
 inline __device__ void add_values(const float (&scores)[kTiles][kTokenTile / 8][4],
-                                  std::uint32_t values, WarpSums<kDim> (&sums)[kTiles]) {
+                                  std::uint32_t values, int first_piece,
+                                  WarpSums<kColumns> (&sums)[kTiles]) {
     constexpr int kPieces = kDim / 8;
     const int lane = threadIdx.x % 32;
     const int token = lane / 8 % 2 * 8 + lane % 8;
@@ -267,9 +270,9 @@ inline __device__ void add_values(const float (&scores)[kTiles][kTokenTile / 8][
             weights[tile][3] = Tensor::pack(high[2], high[3]);
         }
 #pragma unroll
-        for (int pair = 0; pair < kDim / 16; ++pair) {
+        for (int pair = 0; pair < kColumns / 16; ++pair) {
             std::uint32_t b[4];
-            const int piece = pair * 2 + lane / 16;
+            const int piece = first_piece + pair * 2 + lane / 16;
             load_matrices_transposed(b, values + swizzled<kPieces>(k * 16 + token, piece) * 16);
 #pragma unroll
             for (int tile = 0; tile < kTiles; ++tile) {
@@ -294,7 +297,7 @@ inline __device__ void attend_tokens(QueryAt&& query_at, std::uint32_t keys, std
         if (!__all_sync(0xFFFFFFFFu, sees_all)) mask_scores(seen[tile], scores[tile]);
         weigh_scores<kDim>(scores[tile], scale_log2, sums[tile]);
     }
-    add_values<Tensor, kDim, kTiles>(scores, values, sums);
+    add_values<Tensor, kDim, kTiles, kDim>(scores, values, 0, sums);
 }
 
 // Bytes of kTokenTile tokens' K and V in shared memory.
