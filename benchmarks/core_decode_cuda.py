@@ -9,7 +9,7 @@ Roofline of the workload: every decode step reads all weights once (of experts t
 many rows is expected to hit, at k of E even chances), every token reads K and V of the tokens before it,
 and a token costs 2 x active parameters operations at the rate of a large product; a step takes the
 larger of weights' reading and operations, plus the reading of K and V. Rates are measured in the run.
-Steps are counted as if all 256 ran together and each left at its own length; prefill is counted by its
+Steps are counted as if all ran together and each left at its own length; prefill is counted by its
 operations.
 
     python benchmarks/core_decode_cuda.py [--models qwen3-0.6b ...] [--eager] [--json FILE]
@@ -93,14 +93,15 @@ def make_engine(name: str, kv_cache_tokens: int, decode: str, memory: MemoryKind
     return Engine(model, settings)
 
 
-def workload(vocab: int) -> tuple[list[list[int]], list[int]]:
-    """As nano-vllm's bench.py draws it."""
+def workload(vocab: int, count: int = REQUESTS) -> tuple[list[list[int]], list[int]]:
+    """As nano-vllm's bench.py draws it; the first ``count`` of its requests."""
     draw = random.Random(0)
     prompts = [
         [draw.randint(0, min(10_000, vocab - 1)) for _ in range(draw.randint(SHORTEST, LONGEST))]
         for _ in range(REQUESTS)
     ]
-    return prompts, [draw.randint(SHORTEST, LONGEST) for _ in range(REQUESTS)]
+    outputs = [draw.randint(SHORTEST, LONGEST) for _ in range(REQUESTS)]
+    return prompts[:count], outputs[:count]
 
 
 class Shape:
@@ -151,8 +152,8 @@ def check(engine: Engine, prompts: list[list[int]]) -> None:
         raise SystemExit("a request has other bits alone than in a batch")
 
 
-def time_workload(engine: Engine, rates: Rates) -> dict[str, float]:
-    prompts, outputs = workload(engine.model.config.vocab_size)
+def time_workload(engine: Engine, rates: Rates, count: int = REQUESTS) -> dict[str, float]:
+    prompts, outputs = workload(engine.model.config.vocab_size, count)
     check(engine, prompts)
     engine.flush_cache()
     params = [
@@ -247,6 +248,9 @@ def main() -> None:
     parser.add_argument("--alone", action="store_true", help="one request only")
     parser.add_argument("--profile", action="store_true", help="kernels of one request's steps")
     parser.add_argument("--memory", action="store_true", help="also release and resume all memory")
+    parser.add_argument(
+        "--requests", type=int, default=REQUESTS, help="the first of the workload only"
+    )
     parser.add_argument("--kv-cache-tokens", type=int, default=320_000)
     parser.add_argument(
         "--tiny", action="store_true", help="the smallest model alone: does it run?"
@@ -278,7 +282,7 @@ def main() -> None:
         if options.profile:
             profile_alone(engine)
         if not options.alone:
-            found["workload"] = load = time_workload(engine, rates)
+            found["workload"] = load = time_workload(engine, rates, options.requests)
             print(f"  workload  {load['s']:.2f} s, {load['tokens_per_s']:.0f} tok/s, "
                   f"{load['share']:.1%} of roofline, {load['steps']} steps; eager steps "
                   f"{load['eager_s']:.2f} s, waiting for graphs {load['waits_s']:.2f} s")  # fmt: skip

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "attention_kernels.cuh"
+#include "attention_tiles.cuh"
 #include "memory.cuh"
 #include "weightsync/cuda_attention.hpp"
 
@@ -16,8 +17,9 @@ constexpr int kReservedBytes = 1024;
 
 struct Limits {
     int num_sms;
-    int block_bytes;  // shared memory that a block may have
-    int sm_bytes;     // and all blocks of a multiprocessor together
+    int block_bytes;   // shared memory that a block may have
+    int sm_bytes;      // and all blocks of a multiprocessor together
+    bool can_overlap;  // a kernel may be put in place while the one before it still runs
 };
 
 int attribute(cudaDeviceAttr name, int device) {
@@ -29,7 +31,8 @@ int attribute(cudaDeviceAttr name, int device) {
 Limits limits_of(int device) {
     return {attribute(cudaDevAttrMultiProcessorCount, device),
             attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
-            attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device)};
+            attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device),
+            attribute(cudaDevAttrComputeCapabilityMajor, device) >= 9};
 }
 
 template <typename Kernel>
@@ -45,6 +48,23 @@ struct Launch {
     int device;
     float scale_log2;
 
+    // For kernels that begin with wait_for_previous.
+    template <typename Kernel>
+    void launch_behind(Kernel kernel, const Limits& limits, dim3 grid, int num_threads,
+                       int shared_bytes, const char* what) const {
+        cudaLaunchAttribute overlap{};
+        overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        overlap.val.programmaticStreamSerializationAllowed = 1;
+        cudaLaunchConfig_t config{};
+        config.gridDim = grid;
+        config.blockDim = dim3(static_cast<unsigned>(num_threads));
+        config.dynamicSmemBytes = static_cast<std::size_t>(shared_bytes);
+        config.stream = stream;
+        config.attrs = &overlap;
+        config.numAttrs = limits.can_overlap ? 1 : 0;
+        check(cudaLaunchKernelEx(&config, kernel, step, work, scale_log2), what, device);
+    }
+
     template <typename Tensor, int kDim, int kStages>
     void split(const Limits& limits, int num_warps) const {
         constexpr int warp_bytes = kStages * kTileBytes<kDim>;
@@ -54,9 +74,8 @@ struct Launch {
         const std::int64_t most = work.max_split * step.num_kv_heads;
         const auto blocks =
             static_cast<unsigned>(std::min<std::int64_t>(limits.num_sms * blocks_an_sm, most));
-        split_kernel<Tensor, kDim, kStages>
-            <<<blocks, num_warps * 32, num_warps * warp_bytes, stream>>>(step, work, scale_log2);
-        check(cudaGetLastError(), "launch of split_kernel", device);
+        launch_behind(split_kernel<Tensor, kDim, kStages>, limits, dim3(blocks), num_warps * 32,
+                      num_warps * warp_bytes, "launch of split_kernel");
     }
 
     template <typename Tensor, int kDim>
@@ -73,16 +92,27 @@ struct Launch {
         }
     }
 
-    template <typename Tensor, int kDim>
-    void tiles() const {
-        constexpr int kStages = 3;
-        constexpr int num_bytes = kStages * kTileBytes<kDim>;
-        allow_shared(tile_kernel<Tensor, kDim, kStages>, num_bytes, device);
+    template <typename Tensor, int kDim, int kWarps>
+    void tiles_by() const {
+        constexpr int num_bytes = tile_shared_bytes<kDim>(kWarps);
+        allow_shared(tile_kernel<Tensor, kDim, kWarps>, num_bytes, device);
         const dim3 grid(static_cast<unsigned>(work.max_tiles),
-                        static_cast<unsigned>(step.num_kv_heads));
-        tile_kernel<Tensor, kDim, kStages>
-            <<<grid, kThreads, num_bytes, stream>>>(step, work, scale_log2);
+                        static_cast<unsigned>(step.num_kv_heads),
+                        kTileEntries / (kWarps * kWarpRows));
+        tile_kernel<Tensor, kDim, kWarps>
+            <<<grid, kWarps * 32, num_bytes, stream>>>(step, work, scale_log2);
         check(cudaGetLastError(), "launch of tile_kernel", device);
+    }
+
+    template <typename Tensor, int kDim>
+    void tiles(const Limits& limits) const {
+        const auto has_room = [&](int num_warps) {
+            return tile_shared_bytes<kDim>(num_warps) <= limits.block_bytes &&
+                   (work.num_warps == 0 || work.num_warps >= num_warps);
+        };
+        if (has_room(8)) return tiles_by<Tensor, kDim, 8>();
+        if (has_room(4)) return tiles_by<Tensor, kDim, 4>();
+        return tiles_by<Tensor, kDim, 2>();
     }
 
     template <typename Tensor, int kDim>
@@ -90,12 +120,14 @@ struct Launch {
         const Limits limits = limits_of(device);
         if (work.max_split > 0) {
             split<Tensor, kDim>(limits);
+            constexpr int entries = kCombinedEntries<kDim>;
             const dim3 grid(static_cast<unsigned>(step.num_sequences),
-                            static_cast<unsigned>(step.num_kv_heads));
-            combine_kernel<Tensor, kDim><<<grid, kThreads, 0, stream>>>(step, work, scale_log2);
-            check(cudaGetLastError(), "launch of combine_kernel", device);
+                            static_cast<unsigned>(step.num_kv_heads),
+                            static_cast<unsigned>((work.partial_entries + entries - 1) / entries));
+            launch_behind(combine_kernel<Tensor, kDim>, limits, grid, kThreads, 0,
+                          "launch of combine_kernel");
         }
-        if (work.max_tiles > 0) tiles<Tensor, kDim>();
+        if (work.max_tiles > 0) tiles<Tensor, kDim>(limits);
     }
 
     template <typename Tensor>

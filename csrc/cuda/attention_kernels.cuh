@@ -3,58 +3,10 @@
 
 #include <cuda_runtime.h>
 
-#include "attention_warp.cuh"
+#include "attention_block.cuh"
+#include "memory.cuh"
 
 namespace weightsync::cuda {
-
-inline constexpr int kThreads = 128;
-static_assert(kTileWarps * 32 == kThreads);
-
-// An entry's place in the query or output, in elements from its start.
-struct Entries {
-    std::int32_t first_row;
-    std::int32_t num_rows;
-    std::int32_t context;
-    std::int32_t group;
-    std::int32_t kv_head;
-
-    __device__ Entries(const AttentionStep& step, std::int32_t sequence, std::int32_t head)
-        : first_row(step.query_starts[sequence]),
-          num_rows(step.query_starts[sequence + 1] - first_row),
-          context(step.context_lens[sequence]),
-          group(static_cast<std::int32_t>(step.num_heads / step.num_kv_heads)),
-          kv_head(head) {}
-
-    __device__ std::int32_t size() const { return num_rows * group; }
-    __device__ std::int64_t place(std::int32_t entry, std::int64_t row_stride,
-                                  std::int64_t head_dim) const {
-        const std::int32_t head = kv_head * group + entry % group;
-        return (first_row + entry / group) * row_stride + head * head_dim;
-    }
-    __device__ const std::uint16_t* query(const AttentionStep& step, std::int32_t entry) const {
-        if (entry >= size()) return nullptr;
-        return static_cast<const std::uint16_t*>(step.query) +
-               place(entry, step.query_stride, step.head_dim);
-    }
-    __device__ std::uint16_t* output(const AttentionStep& step, std::int32_t entry) const {
-        return static_cast<std::uint16_t*>(step.output) +
-               place(entry, step.num_heads * step.head_dim, step.head_dim);
-    }
-};
-
-// Writes what a lane has of one of its entries, divided by the sum.
-template <typename Tensor, int kDim>
-__device__ void write_entry(const WarpSums<kDim>& sums, int half, std::uint16_t* out) {
-    const int column = threadIdx.x % 4 * 2;
-#pragma unroll
-    for (int block = 0; block < kDim / 8; ++block) {
-        // Adding to zero is what merging with nothing does: it makes -0 a 0.
-        const float low = __fadd_rn(0.0f, sums.values[block][2 * half]);
-        const float high = __fadd_rn(0.0f, sums.values[block][2 * half + 1]);
-        *reinterpret_cast<std::uint32_t*>(out + block * 8 + column) =
-            Tensor::pack(__fdiv_rn(low, sums.sum[half]), __fdiv_rn(high, sums.sum[half]));
-    }
-}
 
 // Which tokens a warp loads next: through all tiles of all of its items, so that loads of an item
 // begin while the one before it is still computed.
@@ -104,8 +56,9 @@ struct SplitLoader {
         if (index < total) {
             const std::int32_t own = in_page < 0 ? -1 : page * page_size + in_page;
             const auto kv_head = static_cast<std::int32_t>(index % step.num_kv_heads);
-            load_tokens<kDim, 32>(step, kv_head, stage, threadIdx.x % 32,
-                                  [&](int token) { return __shfl_sync(0xFFFFFFFFu, own, token); });
+            load_tokens<kDim, 32>(step, kv_head, stage, threadIdx.x % 32, [&](int, int token) {
+                return __shfl_sync(0xFFFFFFFFu, own, token);
+            });
             ++tile;
             if (tile * kTokenTile < item.count) {
                 find_page(step);
@@ -118,17 +71,12 @@ struct SplitLoader {
     }
 };
 
-// One warp an item (a chunk of a sequence and a KV head); warps share nothing.
+// Items first, first + stride, .. by one warp, through a ring of kStages tiles of its own.
 template <typename Tensor, int kDim, int kStages>
-__global__ __launch_bounds__(kThreads) void split_kernel(AttentionStep step, AttentionWork work,
-                                                         float scale_log2) {
-    extern __shared__ __align__(128) unsigned char memory[];
-    const int warp = threadIdx.x / 32;
+__device__ void attend_items(const AttentionStep& step, const AttentionWork& work,
+                             std::uint32_t ring, std::int64_t first, std::int64_t stride,
+                             std::int64_t total, float scale_log2) {
     const int lane = threadIdx.x % 32;
-    const std::uint32_t ring = shared_address(memory) + warp * kStages * kTileBytes<kDim>;
-    const std::int64_t total = work.counts->num_split * step.num_kv_heads;
-    const std::int64_t stride = static_cast<std::int64_t>(gridDim.x) * (blockDim.x / 32);
-    const std::int64_t first = static_cast<std::int64_t>(warp) * gridDim.x + blockIdx.x;
     SplitLoader<kDim> loader;
     loader.start(step, work, first, stride, total);
 #pragma unroll
@@ -142,162 +90,109 @@ __global__ __launch_bounds__(kThreads) void split_kernel(AttentionStep step, Att
                               static_cast<std::int32_t>(index % step.num_kv_heads));
         WarpQueries<kDim> queries;
         queries.load([&](int entry) { return entries.query(step, entry); });
-        int seen[2];
+        int seen[1][2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            seen[half] =
+            seen[0][half] =
                 tokens_seen(lane / 4 + 8 * half, entries.num_rows, entries.context, entries.group) -
                 item.begin;
         }
-        WarpSums<kDim> sums;
-        sums.reset();
+        WarpSums<kDim> sums[1];
+        sums[0].reset();
         for (std::int32_t token = 0; token < item.count; token += kTokenTile) {
             wait_copies<kStages - 2>();
             __syncwarp();
             // The stage that was read last is free: every lane is past it.
             loader.load(step, work, ring + (stage + kStages - 1) % kStages * kTileBytes<kDim>);
             const std::uint32_t keys = ring + stage * kTileBytes<kDim>;
-            attend_tokens<Tensor, kDim>(queries, keys, keys + kTileBytes<kDim> / 2, seen,
-                                        scale_log2, sums);
-            seen[0] -= kTokenTile;
-            seen[1] -= kTokenTile;
+            attend_tokens<Tensor, kDim, 1>(
+                [&](std::uint32_t (&out)[4], int, int k) {
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) out[i] = queries.pieces[k][i];
+                },
+                keys, keys + kTileBytes<kDim> / 2, seen, scale_log2, sums);
+            seen[0][0] -= kTokenTile;
+            seen[0][1] -= kTokenTile;
             stage = (stage + 1) % kStages;
         }
-        sums.sum_columns();
-        float* partials = work.partials + index * work.partial_entries * (kDim + 2);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int entry = lane / 4 + 8 * half;
-            if (entry >= entries.size()) continue;
-            if (item.num_chunks == 1) {
-                write_entry<Tensor>(sums, half, entries.output(step, entry));
-                continue;
-            }
-            float* out = partials + entry * (kDim + 2);
-            if (lane % 4 == 0) {
-                *reinterpret_cast<float2*>(out) = {sums.max[half], sums.sum[half]};
-            }
-#pragma unroll
-            for (int block = 0; block < kDim / 8; ++block) {
-                *reinterpret_cast<float2*>(out + 2 + block * 8 + lane % 4 * 2) = {
-                    sums.values[block][2 * half], sums.values[block][2 * half + 1]};
-            }
-        }
+        sums[0].sum_columns();
+        write_item<Tensor, kDim, kDim>(step, work, index, item, entries, sums[0], 0);
     }
 }
 
-// Merges the chunks of split sequences, in order: a block has a sequence and a KV head, a thread
-// two elements of an entry.
+// One warp an item (a chunk of a sequence and a KV head), or a block where there are few.
+template <typename Tensor, int kDim, int kStages>
+__global__ __launch_bounds__(kThreads) void split_kernel(AttentionStep step, AttentionWork work,
+                                                         float scale_log2) {
+    extern __shared__ __align__(128) unsigned char memory[];
+    let_next_begin();
+    wait_for_previous();
+    const int warp = threadIdx.x / 32;
+    const std::uint32_t ring = shared_address(memory);
+    const std::int64_t total = work.counts->num_split * step.num_kv_heads;
+    if (total <= gridDim.x && blockDim.x == kThreads &&
+        dynamic_shared_bytes() >= BlockItem<Tensor, kDim>::num_bytes) {
+        if (blockIdx.x < total) {
+            BlockItem<Tensor, kDim>(step, work, memory, blockIdx.x).attend(scale_log2);
+        }
+        return;
+    }
+    const std::int64_t stride = static_cast<std::int64_t>(gridDim.x) * (blockDim.x / 32);
+    const std::int64_t first = static_cast<std::int64_t>(warp) * gridDim.x + blockIdx.x;
+    attend_items<Tensor, kDim, kStages>(step, work, ring + warp * kStages * kTileBytes<kDim>, first,
+                                        stride, total, scale_log2);
+}
+
+// Entries that a thread block of combine_kernel has.
+template <int kDim>
+inline constexpr int kCombinedEntries = kThreads / (kDim / 2);
+
+// Merges the chunks of split sequences, in order: a block has a sequence, a KV head and some of its
+// entries, a thread two elements of one of them. What is to be merged is asked for well ahead.
 template <typename Tensor, int kDim>
-__global__ __launch_bounds__(kThreads) void combine_kernel(AttentionStep step, AttentionWork work,
-                                                           float scale_log2) {
+__global__ __launch_bounds__(kThreads, 8) void combine_kernel(AttentionStep step,
+                                                              AttentionWork work,
+                                                              float scale_log2) {
+    constexpr int kAhead = 8;
+    wait_for_previous();
     const auto sequence = static_cast<std::int32_t>(blockIdx.x);
     const std::int32_t first = work.first_split[sequence];
     const std::int32_t num_chunks = chunks_of(step.context_lens[sequence]);
     if (first < 0 || num_chunks == 1) return;
     const Entries entries(step, sequence, static_cast<std::int32_t>(blockIdx.y));
+    const auto entry =
+        static_cast<std::int32_t>(blockIdx.z * kCombinedEntries<kDim> + threadIdx.x / (kDim / 2));
+    if (entry >= entries.size()) return;
+    const int column = threadIdx.x % (kDim / 2) * 2;
     const std::int64_t item_floats = work.partial_entries * (kDim + 2);
-    const float* items = work.partials + (first * step.num_kv_heads + blockIdx.y) * item_floats;
+    const float* partial =
+        work.partials + (first * step.num_kv_heads + blockIdx.y) * item_floats + entry * (kDim + 2);
     const std::int64_t chunk_floats = item_floats * step.num_kv_heads;
-    for (int i = threadIdx.x; i < entries.size() * (kDim / 2); i += kThreads) {
-        const int entry = i / (kDim / 2);
-        const int column = i % (kDim / 2) * 2;
-        const float* partial = items + entry * (kDim + 2);
-        float max = -INFINITY;
-        float sum = 0.0f;
-        float values[2] = {0.0f, 0.0f};
-#pragma unroll 4
-        for (std::int32_t chunk = 0; chunk < num_chunks; ++chunk) {
-            const float2 state = *reinterpret_cast<const float2*>(partial);
-            const float2 found = *reinterpret_cast<const float2*>(partial + 2 + column);
-            const Fold fold = fold_of(max, state.x, scale_log2);
+    float max = -INFINITY;
+    float sum = 0.0f;
+    float values[2] = {0.0f, 0.0f};
+    for (std::int32_t chunk = 0; chunk < num_chunks; chunk += kAhead) {
+        float2 states[kAhead];
+        float2 found[kAhead];
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) {
+            if (chunk + i >= num_chunks) continue;
+            const float* from = partial + (chunk + i) * chunk_floats;
+            states[i] = *reinterpret_cast<const float2*>(from);
+            found[i] = *reinterpret_cast<const float2*>(from + 2 + column);
+        }
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) {
+            if (chunk + i >= num_chunks) continue;
+            const Fold fold = fold_of(max, states[i].x, scale_log2);
             max = fold.max;
-            sum = folded(sum, state.y, fold);
-            values[0] = folded(values[0], found.x, fold);
-            values[1] = folded(values[1], found.y, fold);
-            partial += chunk_floats;
-        }
-        *reinterpret_cast<std::uint32_t*>(entries.output(step, entry) + column) =
-            Tensor::pack(__fdiv_rn(values[0], sum), __fdiv_rn(values[1], sum));
-    }
-}
-
-// A block has a tile of entries and a KV head; its warps share the tokens and nothing else.
-template <typename Tensor, int kDim, int kStages>
-__global__ __launch_bounds__(kThreads, 2) void tile_kernel(AttentionStep step, AttentionWork work,
-                                                           float scale_log2) {
-    extern __shared__ __align__(128) unsigned char memory[];
-    // The last tiles of a sequence see most: they go first.
-    const std::int32_t place = work.counts->num_tiles - 1 - static_cast<std::int32_t>(blockIdx.x);
-    if (place < 0) return;
-    const TileItem item = work.tiles[place];
-    const Entries entries(step, item.sequence, static_cast<std::int32_t>(blockIdx.y));
-    const int warp = threadIdx.x / 32;
-    const int lane = threadIdx.x % 32;
-    const int first_entry = item.first_entry + warp * kWarpEntries;
-    WarpQueries<kDim> queries;
-    queries.load([&](int entry) { return entries.query(step, first_entry + entry); });
-    const auto most_seen = [&](int last_entry) {
-        return tokens_seen(min(last_entry, entries.size() - 1), entries.num_rows, entries.context,
-                           entries.group);
-    };
-    const int block_sees = most_seen(item.first_entry + kTileEntries - 1);
-    const int warp_sees =
-        first_entry < entries.size() ? most_seen(first_entry + kWarpEntries - 1) : 0;
-    int seen[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        seen[half] = tokens_seen(first_entry + lane / 4 + 8 * half, entries.num_rows,
-                                 entries.context, entries.group);
-    }
-    const std::uint32_t ring = shared_address(memory);
-    const auto page_size = static_cast<std::int32_t>(step.page_size);
-    const int page_shift = (page_size & (page_size - 1)) == 0 ? __ffs(page_size) - 1 : -1;
-    const std::int32_t* table = step.block_tables + item.sequence * step.table_width;
-    const auto load = [&](int tile) {
-        if (tile * kTokenTile < block_sees) {
-            load_tokens<kDim, kThreads>(
-                step, entries.kv_head, ring + tile % kStages * kTileBytes<kDim>, threadIdx.x,
-                [&](int i) -> std::int32_t {
-                    const std::int32_t token = tile * kTokenTile + i;
-                    if (token >= entries.context) return -1;
-                    const std::int32_t number =
-                        page_shift >= 0 ? token >> page_shift : token / page_size;
-                    return table[number] * page_size + (token - number * page_size);
-                });
-        }
-        commit_copies();
-    };
-#pragma unroll
-    for (int tile = 0; tile < kStages - 1; ++tile) load(tile);
-    WarpSums<kDim> total;
-    WarpSums<kDim> chunk;
-    total.reset();
-    chunk.reset();
-    constexpr int kChunkTiles = static_cast<int>(kAttentionChunk) / kTokenTile;
-    const int num_tiles = (block_sees + kTokenTile - 1) / kTokenTile;
-    for (int tile = 0; tile < num_tiles; ++tile) {
-        wait_copies<kStages - 2>();
-        __syncthreads();
-        load(tile + kStages - 1);
-        if (tile * kTokenTile >= warp_sees) continue;
-        const std::uint32_t keys = ring + tile % kStages * kTileBytes<kDim>;
-        const int still_seen[2] = {seen[0] - tile * kTokenTile, seen[1] - tile * kTokenTile};
-        attend_tokens<Tensor, kDim>(queries, keys, keys + kTileBytes<kDim> / 2, still_seen,
-                                    scale_log2, chunk);
-        if (tile % kChunkTiles == kChunkTiles - 1 || (tile + 1) * kTokenTile >= warp_sees) {
-            chunk.sum_columns();
-            total.fold_in(chunk, scale_log2);
-            chunk.reset();
+            sum = folded(sum, states[i].y, fold);
+            values[0] = folded(values[0], found[i].x, fold);
+            values[1] = folded(values[1], found[i].y, fold);
         }
     }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int entry = first_entry + lane / 4 + 8 * half;
-        if (entry < entries.size()) {
-            write_entry<Tensor>(total, half, entries.output(step, entry));
-        }
-    }
+    *reinterpret_cast<std::uint32_t*>(entries.output(step, entry) + column) =
+        Tensor::pack(__fdiv_rn(values[0], sum), __fdiv_rn(values[1], sum));
 }
 
 }  // namespace weightsync::cuda

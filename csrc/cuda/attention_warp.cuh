@@ -165,41 +165,63 @@ struct WarpQueries {
     }
 };
 
-// kTokenTile tokens' K and V, swizzled, against a warp's queries. `seen` is how many of them, from
-// the first, each of the lane's two entries sees; it may be negative or too large.
-template <typename Tensor, int kDim>
-inline __device__ void attend_tokens(const WarpQueries<kDim>& queries, std::uint32_t keys,
-                                     std::uint32_t values, const int (&seen)[2], float scale_log2,
-                                     WarpSums<kDim>& sums) {
-    constexpr int kPieces = kDim / 8;
-    constexpr int kBlocks = kTokenTile / 8;
+// The queries of 16 entries in shared memory, swizzled, as the left side of a product.
+template <int kDim>
+inline __device__ void load_queries(std::uint32_t (&out)[4], std::uint32_t rows, int k) {
     const int lane = threadIdx.x % 32;
-    const int matrix = lane / 8;
-    const int matrix_row = lane % 8;
-    float scores[kBlocks][4] = {};
+    const int row = lane / 8 % 2 * 8 + lane % 8;
+    load_matrices(out, rows + swizzled<kDim / 8>(row, k * 2 + lane / 16) * 16);
+}
+
+// Products of kTiles times sixteen entries with kTokenTile tokens' K. `query_at(out, tile, k)`
+// gives the entries' part at elements 16 k.
+template <typename Tensor, int kDim, int kTiles, typename QueryAt>
+inline __device__ void score_tokens(QueryAt&& query_at, std::uint32_t keys,
+                                    float (&scores)[kTiles][kTokenTile / 8][4]) {
+    constexpr int kPieces = kDim / 8;
+    const int lane = threadIdx.x % 32;
+    const int token = lane / 16 * 8 + lane % 8;
+    const int side = lane / 8 % 2;
 #pragma unroll
     for (int k = 0; k < kDim / 16; ++k) {
+        std::uint32_t a[kTiles][4];
 #pragma unroll
-        for (int pair = 0; pair < kBlocks / 2; ++pair) {
+        for (int tile = 0; tile < kTiles; ++tile) query_at(a[tile], tile, k);
+#pragma unroll
+        for (int pair = 0; pair < kTokenTile / 16; ++pair) {
             std::uint32_t b[4];
-            const int token = pair * 16 + matrix / 2 * 8 + matrix_row;
-            const int piece = k * 2 + matrix % 2;
-            load_matrices(b, keys + swizzled<kPieces>(token, piece) * 16);
-            Tensor::multiply(scores[2 * pair], queries.pieces[k], b[0], b[1]);
-            Tensor::multiply(scores[2 * pair + 1], queries.pieces[k], b[2], b[3]);
+            load_matrices(b, keys + swizzled<kPieces>(pair * 16 + token, k * 2 + side) * 16);
+#pragma unroll
+            for (int tile = 0; tile < kTiles; ++tile) {
+                Tensor::multiply(scores[tile][2 * pair], a[tile], b[0], b[1]);
+                Tensor::multiply(scores[tile][2 * pair + 1], a[tile], b[2], b[3]);
+            }
         }
     }
+}
+
+// Leaves out what the lane's two entries do not see: of a tile, tokens from seen[half] on.
+inline __device__ void mask_scores(const int (&seen)[2], float (&scores)[kTokenTile / 8][4]) {
+    const int column = threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int block = 0; block < kTokenTile / 8; ++block) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if (block * 8 + column + i % 2 >= seen[i / 2]) scores[block][i] = -INFINITY;
+        }
+    }
+}
+
+// Scores become weights, and what was found before counts by the new maximum.
+template <int kDim>
+inline __device__ void weigh_scores(float (&scores)[kTokenTile / 8][4], float scale_log2,
+                                    WarpSums<kDim>& sums) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         float max = -INFINITY;
 #pragma unroll
-        for (int block = 0; block < kBlocks; ++block) {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                float& score = scores[block][2 * half + i];
-                if (block * 8 + lane % 4 * 2 + i >= seen[half]) score = -INFINITY;
-                max = fmaxf(max, score);
-            }
+        for (const auto& block : scores) {
+            max = fmaxf(max, fmaxf(block[2 * half], block[2 * half + 1]));
         }
         max = fmaxf(max, __shfl_xor_sync(0xFFFFFFFFu, max, 1));
         max = fmaxf(max, __shfl_xor_sync(0xFFFFFFFFu, max, 2));
@@ -210,52 +232,77 @@ inline __device__ void attend_tokens(const WarpQueries<kDim>& queries, std::uint
         const float scaled_shift = __fmul_rn(shift, scale_log2);
         float total = 0.0f;
 #pragma unroll
-        for (int block = 0; block < kBlocks; ++block) {
+        for (auto& block : scores) {
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                float& score = scores[block][2 * half + i];
-                score = exp2_fast(__fmaf_rn(score, scale_log2, -scaled_shift));
-                total = __fadd_rn(total, score);
+            for (int i = 2 * half; i < 2 * half + 2; ++i) {
+                block[i] = exp2_fast(__fmaf_rn(block[i], scale_log2, -scaled_shift));
+                total = __fadd_rn(total, block[i]);
             }
         }
         sums.sum[half] = __fmaf_rn(sums.sum[half], decay, total);
 #pragma unroll
-        for (int block = 0; block < kDim / 8; ++block) {
-            sums.values[block][2 * half] = __fmul_rn(sums.values[block][2 * half], decay);
-            sums.values[block][2 * half + 1] = __fmul_rn(sums.values[block][2 * half + 1], decay);
+        for (auto& value : sums.values) {
+            value[2 * half] = __fmul_rn(value[2 * half], decay);
+            value[2 * half + 1] = __fmul_rn(value[2 * half + 1], decay);
         }
     }
+}
+
+// Adds tokens' values by their weights: elements of each, from those of piece `first_piece` on, as
+// many as `sums` have.
+template <typename Tensor, int kDim, int kTiles, int kColumns>
+inline __device__ void add_values(const float (&scores)[kTiles][kTokenTile / 8][4],
+                                  std::uint32_t values, int first_piece,
+                                  WarpSums<kColumns> (&sums)[kTiles]) {
+    constexpr int kPieces = kDim / 8;
+    const int lane = threadIdx.x % 32;
+    const int token = lane / 8 % 2 * 8 + lane % 8;
 #pragma unroll
     for (int k = 0; k < kTokenTile / 16; ++k) {
-        const float (&low)[4] = scores[2 * k];
-        const float (&high)[4] = scores[2 * k + 1];
-        const std::uint32_t weights[4] = {
-            Tensor::pack(low[0], low[1]), Tensor::pack(low[2], low[3]),
-            Tensor::pack(high[0], high[1]), Tensor::pack(high[2], high[3])};
+        std::uint32_t weights[kTiles][4];
 #pragma unroll
-        for (int pair = 0; pair < kDim / 16; ++pair) {
+        for (int tile = 0; tile < kTiles; ++tile) {
+            const float (&low)[4] = scores[tile][2 * k];
+            const float (&high)[4] = scores[tile][2 * k + 1];
+            weights[tile][0] = Tensor::pack(low[0], low[1]);
+            weights[tile][1] = Tensor::pack(low[2], low[3]);
+            weights[tile][2] = Tensor::pack(high[0], high[1]);
+            weights[tile][3] = Tensor::pack(high[2], high[3]);
+        }
+#pragma unroll
+        for (int pair = 0; pair < kColumns / 16; ++pair) {
             std::uint32_t b[4];
-            const int token = k * 16 + matrix % 2 * 8 + matrix_row;
-            const int piece = pair * 2 + matrix / 2;
-            load_matrices_transposed(b, values + swizzled<kPieces>(token, piece) * 16);
-            Tensor::multiply(sums.values[2 * pair], weights, b[0], b[1]);
-            Tensor::multiply(sums.values[2 * pair + 1], weights, b[2], b[3]);
+            const int piece = first_piece + pair * 2 + lane / 16;
+            load_matrices_transposed(b, values + swizzled<kPieces>(k * 16 + token, piece) * 16);
+#pragma unroll
+            for (int tile = 0; tile < kTiles; ++tile) {
+                Tensor::multiply(sums[tile].values[2 * pair], weights[tile], b[0], b[1]);
+                Tensor::multiply(sums[tile].values[2 * pair + 1], weights[tile], b[2], b[3]);
+            }
         }
     }
+}
+
+// kTokenTile tokens' K and V, swizzled, against a warp's queries. `seen` is how many of them, from
+// the first, each of the lane's entries sees; it may be negative or too large.
+template <typename Tensor, int kDim, int kTiles, typename QueryAt>
+inline __device__ void attend_tokens(QueryAt&& query_at, std::uint32_t keys, std::uint32_t values,
+                                     const int (&seen)[kTiles][2], float scale_log2,
+                                     WarpSums<kDim> (&sums)[kTiles]) {
+    float scores[kTiles][kTokenTile / 8][4] = {};
+    score_tokens<Tensor, kDim, kTiles>(query_at, keys, scores);
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+        const bool sees_all = min(seen[tile][0], seen[tile][1]) >= kTokenTile;
+        if (!__all_sync(0xFFFFFFFFu, sees_all)) mask_scores(seen[tile], scores[tile]);
+        weigh_scores<kDim>(scores[tile], scale_log2, sums[tile]);
+    }
+    add_values<Tensor, kDim, kTiles, kDim>(scores, values, 0, sums);
 }
 
 // Bytes of kTokenTile tokens' K and V in shared memory.
 template <int kDim>
 inline constexpr int kTileBytes = 2 * kTokenTile * kDim * 2;
-
-// The slot in the cache of token `token`, which exists.
-inline __device__ std::int32_t slot_of(const AttentionStep& step, std::int32_t sequence,
-                                       std::int32_t token) {
-    const auto page_size = static_cast<std::int32_t>(step.page_size);
-    const std::int32_t page = token / page_size;
-    const std::int32_t* table = step.block_tables + sequence * step.table_width;
-    return table[page] * page_size + (token - page * page_size);
-}
 
 // Copies K and V of kTokenTile tokens of one KV head into a stage, by kLoaders threads of which
 // this is number `loader`; `slot_at(i)` is the slot of the stage's token i, negative for none.
@@ -273,7 +320,7 @@ inline __device__ void load_tokens(const AttentionStep& step, std::int32_t kv_he
 #pragma unroll
     for (int i = 0; i < kTokenTile / kTokensAtOnce; ++i) {
         const int token = i * kTokensAtOnce + loader / kPieces;
-        const std::int32_t slot = slot_at(token);
+        const std::int32_t slot = slot_at(i, token);
         const std::int64_t place = slot < 0 ? 0 : slot * slot_elements;
         const std::uint32_t target = stage + swizzled<kPieces>(token, piece) * 16;
         copy_async(target, keys + place, slot >= 0);

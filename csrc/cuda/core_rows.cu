@@ -220,6 +220,7 @@ __device__ void place_rotated(const HeadRows& rows, const typename Type::Memory*
 
 template <typename Type>
 __global__ __launch_bounds__(kHeadWarps * 32) void heads_kernel(HeadRows rows) {
+    cuda::let_next_begin();
     using Memory = typename Type::Memory;
     const std::int64_t num_heads = rows.num_heads + 2 * rows.num_kv_heads;
     const std::int64_t unit = static_cast<std::int64_t>(blockIdx.x) * kHeadWarps + threadIdx.x / 32;

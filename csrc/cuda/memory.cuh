@@ -103,4 +103,17 @@ class DeviceArray {
     int device_ = 0;
 };
 
+// In a kernel: whatever is launched behind it may take its place on the device already.
+inline __device__ void let_next_begin() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+// In a kernel that was launched so: until everything before it has been done.
+inline __device__ void wait_for_previous() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 }  // namespace weightsync::cuda

@@ -41,9 +41,14 @@ def generated(directory: Path, prompt: list[int]) -> RequestOutput:
 
 
 @cache
+def _engine_of_one(directory: Path) -> Engine:
+    """Without graphs or prefixes, and for one request at a time."""
+    return small_engine(directory, **ON_CUDA, decode="eager", prefix_reuse="never", max_running=1)
+
+
+@cache
 def _generated(directory: Path, prompt: tuple[int, ...]) -> RequestOutput:
-    """Of an engine that has seen nothing else."""
-    (output,) = small_engine(directory, **ON_CUDA).generate([list(prompt)], SAMPLED)
+    (output,) = _engine_of_one(directory).generate([list(prompt)], SAMPLED)
     return output
 
 
@@ -73,13 +78,13 @@ def test_greedy_text_equals_that_of_the_cpu() -> None:
         {"max_step_tokens": 7, "page_size": 64},
         {"kv_cache_tokens": 112},
         {"max_running": 2},
-        {"prefix_reuse": "never"},
+        {"prefix_reuse": "never", "max_running": 32},
     ],
     ids=str,
 )
 def test_outputs_are_those_of_each_prompt_alone(directory: Path, settings: dict[str, Any]) -> None:
     expected = [generated(directory, prompt) for prompt in prompts(*LENGTHS)]
-    engine = small_engine(directory, **{**ON_CUDA, **settings})
+    engine = small_engine(directory, **{**ON_CUDA, "max_running": 8, **settings})
     for output, wanted in zip(engine.generate(prompts(*LENGTHS), SAMPLED), expected, strict=True):
         assert same(output, wanted)
     sequences = [[*p, *o.token_ids] for p, o in zip(prompts(*LENGTHS), expected, strict=True)]
@@ -120,7 +125,7 @@ def test_log_probs_are_near_those_of_the_cpu(variant: str, tmp_path: Path) -> No
         tokens = prompts(5, 16, 40)
         on_cpu, on_cuda = (
             small_engine(directory, **settings).score(tokens)
-            for settings in ({}, {**ON_CUDA, "kv_cache_tokens": 1024})
+            for settings in ({}, {**ON_CUDA, "kv_cache_tokens": 1024, "max_running": 4})
         )
         for mine, theirs in zip(on_cuda, on_cpu, strict=True):
             assert log_probs(mine) == pytest.approx(log_probs(theirs), abs=tolerance)
@@ -157,11 +162,8 @@ def test_graphs_see_new_weights_at_their_old_addresses(tmp_path: Path) -> None:
         save_model(make_model("dense", torch.bfloat16, seed), tmp_path / str(seed))
         for seed in (0, 1)
     ]
-    wanted = [
-        small_engine(d, **ON_CUDA, decode="eager").generate(prompts(*LENGTHS), SAMPLED)
-        for d in directories
-    ]
-    engine = small_engine(directories[0], **ON_CUDA, decode="graphs")
+    wanted = [[generated(d, prompt) for prompt in prompts(*LENGTHS)] for d in directories]
+    engine = small_engine(directories[0], **ON_CUDA, decode="graphs", max_running=8)
     pointers = engine.model.slots.fingerprint() if engine.model.slots.is_sealed else None
     for seed in (0, 1, 0):
         engine.pause(PauseMode.RETRACT)

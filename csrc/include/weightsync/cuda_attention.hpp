@@ -18,9 +18,8 @@ namespace weightsync {
 // Query rows of a group's heads count together, row by row: entry e is head e % group of row
 // e / group. A warp has this many entries.
 inline constexpr int kWarpEntries = 16;
-// Warps of a tile of rows.
-inline constexpr int kTileWarps = 4;
-inline constexpr int kTileEntries = kWarpEntries * kTileWarps;
+// Entries of a tile of rows; a thread block has all of them, or a part.
+inline constexpr int kTileEntries = 256;
 // Tokens that are loaded, and whose scores are exponentiated, at a time.
 inline constexpr int kTokenTile = 32;
 static_assert(kAttentionChunk % kTokenTile == 0);
@@ -94,7 +93,7 @@ struct AttentionWork {
     std::int64_t partial_entries;  // the most entries of a split sequence
     // How split items are launched; 0: as suits the device. Neither changes a bit.
     int num_stages;  // 2 to 4
-    int num_warps;   // of a block, up to 4
+    int num_warps;   // of a block, up to 4; of a block of tiles 2, 4 or 8
 };
 
 // Why the tensor cores' kernels cannot do it, or empty. What they cannot, attend_general does.
