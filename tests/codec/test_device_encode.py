@@ -17,7 +17,7 @@ from weightsync.device_tables import CPU, DeviceMemory, write_bytes
 
 CUDA = "cuda:0"
 DEVICES = [CPU, pytest.param(CUDA, marks=pytest.mark.gpu)]
-_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
+_UNSIGNED: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 BLOCK, SPAN = 65536, 1 << 22
 
 

@@ -85,7 +85,7 @@ class SpanEncoder:
         if payload.size < num_bytes:  # with room for the next one
             payload = np.empty(num_bytes + num_bytes // 8, dtype=np.uint8)
         self._core.write(payload.ctypes.data, digests.ctypes.data, num_threads)
-        self.payload, data = payload, memoryview(payload)
+        self.payload, data = payload, payload.data
         found: list[tuple[Outcome, memoryview | None]] = []
         for code, start, size in self._core.outcomes():
             outcome = Outcome(code)
