@@ -5,6 +5,7 @@
 #include "weightsync/cuda_device.hpp"
 #include "weightsync/cuda_memory.hpp"
 #include "weightsync/cuda_tables.hpp"
+#include "weightsync/delta_batch.hpp"
 #include "weightsync/delta_patch.hpp"
 #include "weightsync/device.hpp"
 #include "weightsync/peer_sum.hpp"
@@ -58,6 +59,14 @@ CudaPatchTable::CudaPatchTable(const PatchRow*, std::int64_t, int device) {
 CudaPatchTable::~CudaPatchTable() = default;
 std::int64_t CudaPatchTable::run(std::uintptr_t, PatchWork) { return 0; }
 void CudaPatchTable::close() {}
+
+struct CudaDeltaEncoder::State {};
+CudaDeltaEncoder::CudaDeltaEncoder(int device) { fail("CudaDeltaEncoder", device); }
+CudaDeltaEncoder::~CudaDeltaEncoder() = default;
+void CudaDeltaEncoder::run(DeltaBatch*, const std::uint64_t*, std::uintptr_t, int) {}
+std::vector<double> CudaDeltaEncoder::seconds() const { return {}; }
+void CudaDeltaEncoder::close() {}
+
 ArenaRange cuda_arena_reserve(std::uint64_t, int device) { fail("cuda_arena_reserve", device); }
 void cuda_arena_map(std::uint64_t, std::uint64_t, int device) { fail("cuda_arena_map", device); }
 void cuda_arena_unmap(std::uint64_t, int device) { fail("cuda_arena_unmap", device); }

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -29,13 +30,20 @@ from weightsync.live_tensor import LiveTensor
 from weightsync.naming import Rule
 from weightsync.store import Publisher, Store, VersionManifest, collect, fold
 from weightsync.store.publish import Encoded
-from weightsync.store.weights import Weight, Weights
+from weightsync.store.weights import DeviceWeight, Weight
 from weightsync.tables import dense_strides, segment_rows, table
 from weightsync.tensors import LocalTensors
 from weightsync.types import Box, CastPolicy, Convert, TensorMeta, item_bytes
 
 _LOG = logging.getLogger(__name__)
 _BUCKET_BYTES = 1 << 40  # a generator is one part: all of it is coded at once
+
+
+class SnapshotPlace(Enum):
+    """Where weights are compared with the last version."""
+
+    HOST = "host"
+    DEVICE = "device"
 
 
 @dataclass(frozen=True)
@@ -45,6 +53,9 @@ class StoreOptions:
     ``fold_every`` and ``anchor_every``: one delta in place of so many, and the version in full beside
     its delta. ``keep``: forget what neither the newest so many versions nor a reader's lease needs.
     ``cast``: fp32 weights are stored as bf16, rounded to nearest even, or as they are.
+    ``snapshot``: where weights of a GPU are compared with the last version. On the host they are copied
+    there first; on the device a second copy of them is kept there (their size), and only what is
+    published leaves it.
     ``commit_timeout_s``: how long the next ``send``, and ``close``, wait for the version under way.
     """
 
@@ -53,6 +64,7 @@ class StoreOptions:
     keep: int = 0
     grace_s: float = 3600.0
     cast: CastPolicy = CastPolicy.STRICT
+    snapshot: SnapshotPlace = SnapshotPlace.HOST
     commit_timeout_s: float = 600.0
     num_threads: int = 0  # 0: $WEIGHTSYNC_NUM_THREADS, or the CPUs of this process
     file_bytes: int = 1 << 30
@@ -60,6 +72,7 @@ class StoreOptions:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "cast", CastPolicy(self.cast))
+        object.__setattr__(self, "snapshot", SnapshotPlace(self.snapshot))
         for name in ("fold_every", "anchor_every", "keep", "num_threads"):
             count = getattr(self, name)
             if type(count) is not int or count < 0:
@@ -71,7 +84,8 @@ class StoreOptions:
 @dataclass(frozen=True)
 class PublishReport:
     """One version. ``waited_s``: for the version before; ``encode_s``: while ``send`` kept the weights;
-    ``publish_s``: behind the next step, until it was visible."""
+    ``publish_s``: behind the next step, until it was visible. ``on_host``: spans that the host coded
+    because the device could not, by reason."""
 
     version: int
     run_id: str
@@ -84,6 +98,7 @@ class PublishReport:
     encode_s: float
     publish_s: float
     dropped: Mapping[str, str] = field(default_factory=dict)
+    on_host: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def bits_per_changed_element(self) -> float | None:
@@ -103,7 +118,8 @@ class StoreSender:
     """Publishes what it is sent as versions of one run. A context manager; one thread at a time.
 
     Memory: a copy of the weights on the host (their size as stored), and the coded changes of one
-    version. Weights on a device are copied to the host tensor by tensor, to be compared there.
+    version. Weights on a device are copied to the host tensor by tensor, to be compared there, or with
+    ``snapshot="device"`` kept there once more.
     """
 
     def __init__(
@@ -122,6 +138,7 @@ class StoreSender:
             file_bytes=self.options.file_bytes,
             extra_files=self.options.extra_files,
             num_threads=self._threads,
+            is_mirrored=self.options.snapshot is SnapshotPlace.DEVICE,
         )
         self._collector = Collector(rules, self.options.cast, _BUCKET_BYTES)
         self._worker = ThreadPoolExecutor(1, "weightsync-publish")
@@ -175,6 +192,7 @@ class StoreSender:
         try:
             self.wait()
         finally:
+            self._worker.submit(self._publisher.close)  # behind the upkeep, which may read it
             self._worker.shutdown(wait=False)
             self._collector.forget()
 
@@ -238,6 +256,7 @@ class StoreUpdate:
         self._encoded: Encoded | None = None
         self._future: Future[PublishReport] | None = None
         self._dropped: dict[str, str] = {}
+        self._on_host: Mapping[str, int] = {}
         self._waited_s = self._encode_s = 0.0
         self._total_bytes = 0
 
@@ -260,13 +279,14 @@ class StoreUpdate:
         if self._encoded is not None:
             raise SessionError("a version of a store is sent in one call")
         start_s = time.perf_counter()
-        weights: Weights = {}
+        weights: dict[str, Any] = {}
         options = self._sender.options
         for tensors, dropped in self._sender._collector.collect(source):
             self._dropped.update(dropped)
-            weights |= host_weights(tensors, options.cast, self._sender._threads)
+            weights |= placed_weights(tensors, options, self._sender._threads)
         self._total_bytes = sum(w.meta.num_bytes for w in weights.values())
         self._encoded = self._sender._publisher.encode(self.version, weights)
+        self._on_host = self._encoded.on_host
         self._encode_s = time.perf_counter() - start_s
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -305,6 +325,7 @@ class StoreUpdate:
             encode_s=self._encode_s,
             publish_s=publish_s,
             dropped=self._dropped,
+            on_host=self._on_host,
         )
 
 
@@ -332,16 +353,29 @@ def store_sender(
     return StoreSender(places[0], found, StoreOptions(**options), rules)
 
 
-# --- tensors of a trainer, dense on the host ---------------------------------------------------------
+# --- tensors of a trainer, dense ----------------------------------------------------------------------
 
 
-def host_weights(tensors: LocalTensors, cast: CastPolicy, num_threads: int) -> Weights:
-    """Each tensor in the form that is stored: where it lies if it is dense in host memory and keeps its
-    dtype, else a copy. Raises :class:`ConfigError` for a part of a tensor."""
+def placed_weights(
+    tensors: LocalTensors, options: StoreOptions, num_threads: int
+) -> dict[str, Weight] | dict[str, DeviceWeight]:
+    """Each tensor in the form that is stored: where it lies if it is dense there and keeps its dtype,
+    else a copy. On the host, or if the snapshot is to be on the one device of all, on that.
+
+    Raises :class:`ConfigError` for a part of a tensor, and for weights of several devices then.
+    """
     by_region = {a.region: a.ptr for a in tensors.addresses}
     devices = {a.region: a.device for a in tensors.addresses}
-    found: Weights = {}
-    for device in set(devices.values()):
+    used = {p.region for entry in tensors.layout.tensors for p in entry.placed}
+    kinds = sorted({devices[region] for region in used})
+    is_on_device = options.snapshot is SnapshotPlace.DEVICE and kinds != [CPU]
+    if is_on_device and len(kinds) > 1:
+        raise ConfigError(
+            f"snapshot='device' needs all weights on one device, they lie on {', '.join(kinds)}; "
+            "snapshot='host' takes them all"
+        )
+    found: dict[str, Any] = {}
+    for device in kinds:
         synchronize(device)
     for entry in tensors.layout.tensors:
         meta = entry.wire_forms[-1]  # the cast one, where there is one
@@ -349,8 +383,12 @@ def host_weights(tensors: LocalTensors, cast: CastPolicy, num_threads: int) -> W
             raise ConfigError(f"{entry.name!r} is cut over ranks; gather it before it is sent")
         (placed,) = entry.placed
         spot = replace(spot_of(placed, by_region), dtype=placed.dtype)
-        data = _dense(meta, spot, devices[placed.region], num_threads)
-        found[entry.name] = Weight(meta, data, tensors)
+        device = devices[placed.region]
+        if is_on_device:
+            ptr, memory = _dense_there(meta, spot, device, num_threads)
+            found[entry.name] = DeviceWeight(meta, ptr, device, (tensors, memory))
+        else:
+            found[entry.name] = Weight(meta, _dense(meta, spot, device, num_threads), tensors)
     return found
 
 
@@ -359,25 +397,42 @@ def _dense(meta: TensorMeta, spot: Spot, device: str, num_threads: int) -> Bytes
     live = LiveTensor(meta, [spot])
     if spot.dtype == meta.dtype and live.is_dense and device == CPU:
         return live.bytes()
-    if spot.dtype == meta.dtype and live.is_dense:
-        return bytes_at(spot.ptr, meta.num_bytes, device)
-    convert = Convert.NONE if spot.dtype == meta.dtype else Convert.FP32_TO_BF16
-    data: Bytes = np.empty(meta.num_bytes, dtype=np.uint8)
-    memory = DeviceMemory(meta.num_bytes, device) if device != CPU and data.size else None
-    item = item_bytes(meta.dtype)
-    rows = segment_rows(
-        meta.shape,
-        source=(spot.ptr, spot.strides_bytes, item_bytes(spot.dtype)),
-        target=(
-            data.ctypes.data if memory is None else memory.ptr, dense_strides(meta.shape, item), item
-        ),
-        convert=convert,
-    )  # fmt: skip
-    segment_copy(table(rows, 13), device if memory is not None else CPU).run(num_threads)
-    if memory is not None:
-        data = bytes_at(memory.ptr, meta.num_bytes, device)
+    ptr, memory = _dense_there(meta, spot, device, num_threads)
+    if device == CPU:
+        return memory  # type: ignore[no-any-return]
+    data = bytes_at(ptr, meta.num_bytes, device)
+    if isinstance(memory, DeviceMemory):
         memory.close()
     return data
 
 
-__all__ = ["PublishReport", "StoreOptions", "StoreSender", "StoreUpdate", "store_sender"]
+def _dense_there(meta: TensorMeta, spot: Spot, device: str, num_threads: int) -> tuple[int, Any]:
+    """The address of the wire form of one tensor on its device, and the memory of a copy, if one had
+    to be made."""
+    if spot.dtype == meta.dtype and LiveTensor(meta, [spot]).is_dense:
+        return spot.ptr, None
+    convert = Convert.NONE if spot.dtype == meta.dtype else Convert.FP32_TO_BF16
+    memory: Any = np.empty(meta.num_bytes, dtype=np.uint8)
+    if device != CPU and meta.num_bytes:
+        memory = DeviceMemory(meta.num_bytes, device)
+    ptr = memory.ptr if isinstance(memory, DeviceMemory) else memory.ctypes.data
+    item = item_bytes(meta.dtype)
+    rows = segment_rows(
+        meta.shape,
+        source=(spot.ptr, spot.strides_bytes, item_bytes(spot.dtype)),
+        target=(ptr, dense_strides(meta.shape, item), item),
+        convert=convert,
+    )
+    where = device if isinstance(memory, DeviceMemory) else CPU
+    segment_copy(table(rows, 13), where).run(num_threads)
+    return ptr, memory
+
+
+__all__ = [
+    "PublishReport",
+    "SnapshotPlace",
+    "StoreOptions",
+    "StoreSender",
+    "StoreUpdate",
+    "store_sender",
+]

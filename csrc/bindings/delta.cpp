@@ -3,6 +3,7 @@
 #include <array>
 
 #include "bindings.hpp"
+#include "weightsync/delta_batch.hpp"
 #include "weightsync/delta_kernels.hpp"
 
 namespace py = pybind11;
@@ -69,10 +70,69 @@ py::tuple decode(const PlaceColumns& columns, std::uintptr_t record_ptr, std::in
     return py::make_tuple(decoded.num_changed, decoded.old_digest, decoded.new_digest);
 }
 
+// Spans coded where they lie: on a device, or (device -1, for tests) by its twin.
+class DeltaEncoder {
+  public:
+    DeltaEncoder(int device, std::uint32_t capacity) : capacity_(capacity) {
+        if (device >= 0) cuda_ = std::make_unique<CudaDeltaEncoder>(device);
+    }
+    std::int64_t run(std::uintptr_t rows_ptr, std::int64_t num_rows, std::uintptr_t digests_ptr,
+                     std::uintptr_t stream, int num_threads) {
+        batch_ = delta_batch(pointer<const DeltaSpanRow>(rows_ptr), num_rows);
+        if (cuda_ != nullptr) {
+            cuda_->run(&batch_, pointer<const std::uint64_t>(digests_ptr), stream, num_threads);
+        } else {
+            arena_.clear();
+            run_delta_batch(&batch_, pointer<const std::uint64_t>(digests_ptr), capacity_, &arena_);
+        }
+        return delta_batch_layout(&batch_);
+    }
+    // By span: what became of it, where its record begins, and its bytes.
+    py::list outcomes() const {
+        py::list found;
+        for (std::size_t row = 0; row < batch_.rows.size(); ++row) {
+            found.append(py::make_tuple(static_cast<std::int64_t>(batch_.outcomes[row]),
+                                        batch_.offsets[row],
+                                        batch_.offsets[row + 1] - batch_.offsets[row]));
+        }
+        return found;
+    }
+    void write(std::uintptr_t payload_ptr, std::uintptr_t digests_ptr, int num_threads) const {
+        delta_batch_write(batch_, pointer<unsigned char>(payload_ptr),
+                          pointer<std::uint64_t>(digests_ptr), num_threads);
+    }
+    std::vector<double> seconds() const {
+        return cuda_ == nullptr ? std::vector<double>{} : cuda_->seconds();
+    }
+    void close() {
+        if (cuda_ != nullptr) cuda_->close();
+    }
+
+  private:
+    std::uint32_t capacity_;
+    std::unique_ptr<CudaDeltaEncoder> cuda_;
+    std::vector<unsigned char> arena_;
+    DeltaBatch batch_;
+};
+
+void bind_encoder(py::module_& module) {
+    py::class_<DeltaEncoder>(module, "DeltaEncoder")
+        .def(py::init<int, std::uint32_t>(), py::arg("device"), py::arg("capacity") = 384)
+        .def("run", &DeltaEncoder::run, py::arg("rows_ptr"), py::arg("num_rows"),
+             py::arg("digests_ptr"), py::arg("stream"), py::arg("num_threads"),
+             py::call_guard<py::gil_scoped_release>())
+        .def("outcomes", &DeltaEncoder::outcomes)
+        .def("write", &DeltaEncoder::write, py::arg("payload_ptr"), py::arg("digests_ptr"),
+             py::arg("num_threads"), py::call_guard<py::gil_scoped_release>())
+        .def("seconds", &DeltaEncoder::seconds)
+        .def("close", &DeltaEncoder::close, py::call_guard<py::gil_scoped_release>());
+}
+
 }  // namespace
 
 void bind_delta(py::module_& module) {
     py::register_exception<DeltaError>(module, "DeltaError", PyExc_RuntimeError);
+    bind_encoder(module);
     module.attr("DELTA_BLOCK") = kDeltaBlock;
     module.attr("DELTA_SPAN") = kDeltaSpan;
     module.def("delta_kernel", &delta_kernel_name);

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "weightsync/delta_kernels.hpp"
+#include "weightsync/delta_record.hpp"
 
 namespace weightsync {
 namespace {
@@ -11,26 +12,6 @@ namespace {
 int word_shift(const DeltaPlace& place) { return place.word_bytes == 4 ? 2 : place.word_bytes - 1; }
 
 std::int64_t aligned8(std::int64_t bytes) { return (bytes + 7) / 8 * 8; }
-
-void put_entry(unsigned char* entry, std::int64_t num_bytes, std::uint32_t check) {
-    std::memcpy(entry, &num_bytes, 3);
-    std::memcpy(entry + 3, &check, 4);
-}
-
-// Thresholds, then pairs (key, typical step); returns their bytes.
-std::int64_t put_parameters(const DeltaParameters& parameters, DeltaHeader* header,
-                            unsigned char* out) {
-    std::memcpy(out, parameters.thresholds, static_cast<std::size_t>(parameters.num_thresholds));
-    unsigned char* next = out + parameters.num_thresholds;
-    for (int key = 0; key < 256; ++key) {
-        if (parameters.typical[key] == 1) continue;
-        *next++ = static_cast<unsigned char>(key);
-        *next++ = parameters.typical[key];
-        ++header->num_typical;
-    }
-    header->num_thresholds = static_cast<std::uint8_t>(parameters.num_thresholds);
-    return next - out;
-}
 
 void fill_class_of(const DeltaParameters& parameters, DeltaScratch* s) {
     int c = 0;
@@ -93,7 +74,7 @@ class SpanEncoder {
                 to.sparse += num_bytes;
             }
             to.modes[b / 2] |= static_cast<unsigned char>(static_cast<int>(mode) << (b % 2 * 4));
-            put_entry(to.entries, num_bytes, delta_block_check(digests[b]));
+            delta_put_entry(to.entries, num_bytes, delta_block_check(digests[b]));
             to.entries += kDeltaEntryBytes;
         }
         header->sparse_bytes = static_cast<std::uint32_t>(to.sparse - sparse_start);
@@ -110,6 +91,42 @@ class SpanEncoder {
 };
 
 }  // namespace
+
+DeltaHeader delta_header(const DeltaPlace& place, bool is_absolute) {
+    DeltaHeader header{};
+    header.magic = kDeltaMagic;
+    header.kind = static_cast<std::uint8_t>(place.kind);
+    header.flags = is_absolute ? kDeltaFlagAbsolute : 0;
+    header.start_element = place.start_element;
+    header.num_elements = static_cast<std::uint32_t>(place.num_elements);
+    header.word_bytes = static_cast<std::uint32_t>(place.word_bytes);
+    return header;
+}
+
+std::int64_t delta_parameter_bytes(const DeltaParameters& parameters) {
+    std::int64_t bytes = parameters.num_thresholds;
+    for (const std::uint8_t typical : parameters.typical) bytes += typical == 1 ? 0 : 2;
+    return bytes;
+}
+
+std::int64_t delta_put_parameters(const DeltaParameters& parameters, DeltaHeader* header,
+                                  unsigned char* out) {
+    std::memcpy(out, parameters.thresholds, static_cast<std::size_t>(parameters.num_thresholds));
+    unsigned char* next = out + parameters.num_thresholds;
+    for (int key = 0; key < 256; ++key) {
+        if (parameters.typical[key] == 1) continue;
+        *next++ = static_cast<unsigned char>(key);
+        *next++ = parameters.typical[key];
+        ++header->num_typical;
+    }
+    header->num_thresholds = static_cast<std::uint8_t>(parameters.num_thresholds);
+    return next - out;
+}
+
+void delta_put_entry(unsigned char* entry, std::int64_t num_bytes, std::uint32_t check) {
+    std::memcpy(entry, &num_bytes, 3);
+    std::memcpy(entry + 3, &check, 4);
+}
 
 void validate_delta_place(const DeltaPlace& place) {
     if (static_cast<int>(place.kind) > 3) {
@@ -156,16 +173,10 @@ DeltaEncoded delta_encode(const DeltaPlace& place, const unsigned char* old,
                           unsigned char* record, unsigned char* dense, std::uint64_t* digests) {
     validate_delta_place(place);
     SpanEncoder encoder(place, old, current, is_absolute, is_dense_forced);
-    DeltaHeader header{};
-    header.magic = kDeltaMagic;
-    header.kind = static_cast<std::uint8_t>(place.kind);
-    header.flags = is_absolute ? kDeltaFlagAbsolute : 0;
-    header.start_element = place.start_element;
-    header.num_elements = static_cast<std::uint32_t>(place.num_elements);
-    header.word_bytes = static_cast<std::uint32_t>(place.word_bytes);
+    DeltaHeader header = delta_header(place, is_absolute);
     unsigned char* const after_header = record + sizeof(DeltaHeader);
     unsigned char* const modes =
-        after_header + put_parameters(encoder.parameters(), &header, after_header);
+        after_header + delta_put_parameters(encoder.parameters(), &header, after_header);
     const std::int64_t mode_bytes = (place.num_blocks() + 1) / 2;
     std::memset(modes, 0, static_cast<std::size_t>(mode_bytes));
     // Entries of unchanged blocks are left out, which is known only at the end.

@@ -3,15 +3,11 @@
 #include <cstring>
 #include <vector>
 
-#include "weightsync/delta_span.hpp"
+#include "weightsync/delta_sample.hpp"
 
 namespace weightsync {
 namespace {
 
-constexpr std::int64_t kPiece = 1024;        // elements compared in a row
-constexpr std::int64_t kCounted = 128;       // of these, whose keys are counted all
-constexpr std::int64_t kPieceEvery = 32768;  // one piece in so many elements
-constexpr std::int64_t kWhole = 16384;       // a span up to here is looked at whole
 constexpr int kMaxBins = 48;
 constexpr double kClassBits = 16;  // counts of a class in a block
 // Every threshold costs encoder and decoder a look at all elements: it must be worth this much.
@@ -74,19 +70,9 @@ void look(const unsigned char* old, const unsigned char* current, std::int64_t b
 template <DeltaKind kind>
 void take_sample(const DeltaPlace& place, const unsigned char* old, const unsigned char* current,
                  Sample* sample) {
-    const std::int64_t n = place.num_elements;
-    if (n <= kWhole) return look<kind>(old, current, 0, n, n, sample);
-    const std::int64_t pieces = std::max<std::int64_t>(16, n / kPieceEvery);
-    const std::int64_t stride = n / pieces;
-    for (std::int64_t piece = 0; piece < pieces; ++piece) {
-        // Scattered within its stride: rows of a matrix have stripes, and strides may fit them.
-        const auto random = static_cast<std::uint32_t>(piece) * 0x9E3779B1u;
-        const std::int64_t room = std::max<std::int64_t>(stride - kPiece, 0);
-        const std::int64_t begin =
-            piece * stride + static_cast<std::int64_t>(
-                                 (std::uint64_t{random} * static_cast<std::uint64_t>(room)) >> 32);
-        const std::int64_t end = std::min(begin + std::min(kPiece, stride), n);
-        look<kind>(old, current, begin, end, std::min(begin + kCounted, end), sample);
+    for (std::int64_t i = 0; i < delta_sample_pieces(place.num_elements); ++i) {
+        const DeltaSamplePiece piece = delta_sample_piece(place.num_elements, i);
+        look<kind>(old, current, piece.begin, piece.end, piece.counted_end, sample);
     }
 }
 
@@ -96,9 +82,9 @@ struct Bin {
     double changed;
 };
 
-std::vector<Bin> bins_of(const Sample& sample) {
+std::vector<Bin> bins_of(const DeltaSampleCounts& sample) {
     const double scale = static_cast<double>(sample.num_compared) /
-                         static_cast<double>(std::max<std::int64_t>(sample.num_counted, 1));
+                         static_cast<double>(std::max<std::uint32_t>(sample.num_counted, 1));
     std::vector<Bin> bins;
     int width = 1;
     do {
@@ -187,20 +173,23 @@ DeltaParameters delta_parameters(const DeltaPlace& place, const unsigned char* o
             take_sample<DeltaKind::float32>(place, old, current, &sample);
             break;
     }
+    DeltaSampleCounts counts;
+    std::memcpy(counts.all, sample.all, sizeof(counts.all));
+    std::memcpy(counts.changed, sample.changed, sizeof(counts.changed));
+    for (int key = 0; key < 256; ++key) counts.typical[key] = delta_typical_step(sample.steps[key]);
+    counts.num_counted = static_cast<std::uint32_t>(sample.num_counted);
+    counts.num_compared = static_cast<std::uint32_t>(sample.num_compared);
+    return delta_parameters_of(place.num_elements, counts);
+}
+
+DeltaParameters delta_parameters_of(std::int64_t num_elements, const DeltaSampleCounts& counts) {
     DeltaParameters parameters;
     // A class costs its counts in every block; the sample stands for a part of them.
-    const double blocks = static_cast<double>(place.num_elements) / kDeltaBlock;
-    const double share = static_cast<double>(sample.num_compared) /
-                         static_cast<double>(std::max<std::int64_t>(place.num_elements, 1));
-    choose_thresholds(bins_of(sample), kClassBits * std::max(blocks, 1.0) * share, &parameters);
-    for (int key = 0; key < 256; ++key) {
-        const std::uint32_t* steps = sample.steps[key];
-        const auto* most = std::max_element(steps + 1, steps + kDeltaMaxTypical + 1);
-        // Seldom seen, or seen as often as others: 1.
-        if (*most > 1 && *most > steps[1]) {
-            parameters.typical[key] = static_cast<std::uint8_t>(most - steps);
-        }
-    }
+    const double blocks = static_cast<double>(num_elements) / kDeltaBlock;
+    const double share = static_cast<double>(counts.num_compared) /
+                         static_cast<double>(std::max<std::int64_t>(num_elements, 1));
+    choose_thresholds(bins_of(counts), kClassBits * std::max(blocks, 1.0) * share, &parameters);
+    std::memcpy(parameters.typical, counts.typical, sizeof(parameters.typical));
     return parameters;
 }
 

@@ -33,14 +33,33 @@ std::vector<PatchUnit> cut_patch(const PatchRow* rows, std::int64_t num_rows) {
     return units;
 }
 
-std::int64_t run_patch(const PatchRow* rows, std::int64_t num_rows, PatchWork work) {
+namespace {
+
+template <PatchWork work>
+std::int64_t run_units(const PatchRow* rows, const std::vector<PatchUnit>& units) {
     std::int64_t different = 0;
-    for (const PatchUnit& unit : cut_patch(rows, num_rows)) {
-        const PatchRow& row = rows[unit.row];
-        const std::int64_t stop = std::min<std::int64_t>(row.count, unit.start + kPatchUnit);
-        for (std::int64_t i = unit.start; i < stop; ++i) different += patch_any(work, row, i);
+    for (const PatchUnit& unit : units) {
+        for (std::uint32_t thread = 0; thread < kPatchThreads; ++thread) {
+            different += patch_thread<work>(rows[unit.row], unit, thread);
+        }
     }
     return different;
+}
+
+}  // namespace
+
+std::int64_t run_patch(const PatchRow* rows, std::int64_t num_rows, PatchWork work) {
+    const std::vector<PatchUnit> units = cut_patch(rows, num_rows);
+    switch (work) {
+        case PatchWork::exchange:
+            return run_units<PatchWork::exchange>(rows, units);
+        case PatchWork::take_back:
+            return run_units<PatchWork::take_back>(rows, units);
+        case PatchWork::compare:
+            return run_units<PatchWork::compare>(rows, units);
+        default:
+            return run_units<PatchWork::compare_former>(rows, units);
+    }
 }
 
 }  // namespace weightsync

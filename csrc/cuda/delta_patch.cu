@@ -4,22 +4,14 @@
 namespace weightsync {
 namespace {
 
-constexpr int kThreads = 256;
-
 // A block a unit. Changed elements lie some hundred bytes apart, so each is a sector of its own and
-// what counts is how many are in flight: eight a thread.
+// what counts is how many are in flight.
 template <PatchWork work>
-__global__ __launch_bounds__(kThreads) void patch_kernel(const PatchRow* __restrict__ rows,
-                                                         const PatchUnit* __restrict__ units,
-                                                         unsigned long long* different) {
+__global__ __launch_bounds__(kPatchThreads) void patch_kernel(const PatchRow* __restrict__ rows,
+                                                              const PatchUnit* __restrict__ units,
+                                                              unsigned long long* different) {
     const PatchUnit unit = units[blockIdx.x];
-    const PatchRow row = rows[unit.row];
-    std::uint64_t count = 0;
-#pragma unroll
-    for (std::uint32_t step = 0; step < kPatchUnit / kThreads; ++step) {
-        const std::int64_t i = std::int64_t{unit.start} + step * kThreads + threadIdx.x;
-        if (i < row.count) count += patch_any(work, row, i) ? 1 : 0;
-    }
+    std::uint64_t count = patch_thread<work>(rows[unit.row], unit, threadIdx.x);
     if (work == PatchWork::compare || work == PatchWork::compare_former) {
         count = cuda::warp_sum(count);
         if (cuda::this_lane() == 0 && count != 0) atomicAdd(different, count);
@@ -37,7 +29,7 @@ struct CudaPatchTable::State {
 
     template <PatchWork work>
     void launch(cudaStream_t stream) {
-        patch_kernel<work><<<static_cast<unsigned>(cut.size()), kThreads, 0, stream>>>(
+        patch_kernel<work><<<static_cast<unsigned>(cut.size()), kPatchThreads, 0, stream>>>(
             rows.get(), units.get(), different.get());
         cuda::check(cudaGetLastError(), "launch of patch_kernel", device);
     }

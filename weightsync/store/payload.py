@@ -34,12 +34,14 @@ class RecordWriter:
     def __init__(self, folder: AnyPath, file_bytes: int) -> None:
         self._folder = folder
         self._file_bytes = file_bytes
-        self._pending: list[bytes] = []
+        self._pending: list[bytes | memoryview] = []
         self._pending_bytes = 0
         self._files: list[FileEntry] = []
         self.num_changed = 0
 
-    def add(self, meta: TensorMeta, records: Iterable[bytes], digests: Digests) -> TensorEntry:
+    def add(
+        self, meta: TensorMeta, records: Iterable[bytes | memoryview], digests: Digests
+    ) -> TensorEntry:
         """One tensor; ``digests`` are the new ones once its records were taken."""
         start, num_bytes = self._pending_bytes, 0
         for record in records:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
 
 from weightsync.codec import (
+    Changes,
     Variant,
     apply_changes,
     block_digests,
@@ -17,11 +18,12 @@ from weightsync.codec import (
     encode_span,
     tensor_digest,
 )
-from weightsync.codec.spans import Digests, span_bytes, span_digests, spans_of
+from weightsync.codec.spans import Bytes, Digests, span_bytes, span_digests, spans_of
 from weightsync.errors import VersionError
 from weightsync.native_delta import Place
 from weightsync.store.directory import Store
 from weightsync.store.durable import sync_directory
+from weightsync.store.mirror import Mirror, Records
 from weightsync.store.object_path import AnyPath
 from weightsync.store.payload import (
     DEFAULT_FILE_BYTES,
@@ -39,7 +41,14 @@ from weightsync.store.version import (
     plain_name,
     root_of,
 )
-from weightsync.store.weights import Weight, Weights, check_same, weights_of
+from weightsync.store.weights import (
+    AnyWeights,
+    Weight,
+    Weights,
+    check_same,
+    on_device,
+    weights_of,
+)
 from weightsync.transports.base import StoreSource
 
 #: A delta larger than this share of the weights is a full version instead: byte planes of weights
@@ -51,11 +60,12 @@ _SPANS_AT_ONCE: Final = 256
 @dataclass(eq=False)
 class _Snapshot:
     """Copies of weights in this process's memory; ``identity`` is the version of the store that they
-    are, None while they are none that is visible."""
+    are, None while they are none that is visible. ``mirror``: the same on the device that trains."""
 
     identity: Identity | None
     weights: Weights
     digests: dict[str, Digests]
+    mirror: Mirror | None = None
 
 
 @dataclass(eq=False)
@@ -63,13 +73,16 @@ class Encoded:
     """A version that is not published yet; the weights it was made of may change.
 
     ``records`` are those of a delta on ``base``; None: a full version, whose bytes are the
-    publisher's snapshot by now.
+    publisher's snapshot by now. ``on_host``: spans that the host coded because the device could not,
+    by reason. ``payload``: what records of a device lie in.
     """
 
     version: int
     base: Identity | None
-    records: dict[str, list[tuple[Place, bytes]]] | None
+    records: Records | None
     digests: dict[str, Digests]
+    on_host: Mapping[str, int] = field(default_factory=dict)
+    payload: Bytes | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -80,7 +93,9 @@ class Encoded:
 class Publisher(StoreSource):
     """Publishes the versions of one run, from one process.
 
-    Keeps a copy of the weights in host memory (their size) to diff against. It advances only when a
+    Keeps a copy of the weights in host memory (their size) to diff against, and with ``is_mirrored``
+    one more on the device of the weights, where they are compared and coded then; otherwise weights
+    of a device are copied to the host for that. It advances only when a
     version is visible in the store; after any failure the next version is coded against the last one
     that is. Nothing is ever overwritten: a second publisher of the run gets :class:`BusyError`.
     ``publish`` is ``commit(encode(...))``; one may go on changing weights between the two.
@@ -94,6 +109,7 @@ class Publisher(StoreSource):
         extra_files: Mapping[str, bytes] | None = None,
         variant: Variant = Variant.EXACT,
         num_threads: int = 1,
+        is_mirrored: bool = False,
     ) -> None:
         """``extra_files`` (config, tokenizer) go beside the weights of every full version."""
         self.store = store
@@ -101,18 +117,19 @@ class Publisher(StoreSource):
         self._extra = {plain_name(name): data for name, data in (extra_files or {}).items()}
         self._variant = variant
         self._threads = num_threads
+        self._is_mirrored = is_mirrored and variant is Variant.EXACT
         self._snapshot: _Snapshot | None = None
         store.path.mkdir(parents=True, exist_ok=True)
         sync_directory(store.directory)
 
-    def publish_full(self, version: int, weights: Weights) -> VersionManifest:
+    def publish_full(self, version: int, weights: AnyWeights) -> VersionManifest:
         """Every tensor, as a Hugging Face directory; stands on nothing.
 
         Raises :class:`VersionError`, :class:`BusyError`, :class:`CapacityError`.
         """
         return self.commit(self.encode_full(version, weights))
 
-    def publish(self, version: int, payload: Weights) -> VersionManifest:
+    def publish(self, version: int, payload: AnyWeights) -> VersionManifest:
         """What changed since this publisher's last version, or a full one if that takes no more.
 
         The first version of a publisher is full. Raises as :meth:`publish_full`, and
@@ -122,7 +139,7 @@ class Publisher(StoreSource):
 
     # --- first half: reads the weights ------------------------------------------------------------
 
-    def encode_full(self, version: int, weights: Weights) -> Encoded:
+    def encode_full(self, version: int, weights: AnyWeights) -> Encoded:
         """Copies the weights into the snapshot, which is no version of the store until it is
         committed."""
         self._check_version(version)
@@ -138,10 +155,22 @@ class Publisher(StoreSource):
         with ThreadPoolExecutor(self._threads, "weightsync-digest") as pool:
             found = pool.map(lambda w: block_digests(w.meta, w.data), copies.values())
             digests = dict(zip(copies, found, strict=True))
-        self._snapshot = _Snapshot(None, copies, digests)
+        mirror = self._mirror_of(weights, None if former is None else former.mirror)
+        self._snapshot = _Snapshot(None, copies, digests, mirror)
         return Encoded(version, None, None, digests)
 
-    def encode(self, version: int, payload: Weights) -> Encoded:
+    def _mirror_of(self, weights: AnyWeights, former: Mirror | None) -> Mirror | None:
+        """The device's copy of these weights, in the memory of the former one if they fit there."""
+        placed = on_device(weights) if self._is_mirrored else None
+        device = next(iter(placed.values())).device if placed else ""
+        if former is not None and placed and former.fits(placed, device):
+            former.seed(placed)
+            return former
+        if former is not None:
+            former.close()
+        return Mirror(placed, device) if placed else None
+
+    def encode(self, version: int, payload: AnyWeights) -> Encoded:
         """What changed since the last version, in memory; the snapshot stays what it is. Full, if there
         is no last version or a delta would not pay."""
         snapshot, weights = self._snapshot, payload
@@ -149,11 +178,35 @@ class Publisher(StoreSource):
             return self.encode_full(version, weights)
         self._check_version(version)
         check_same(snapshot.weights, weights)
+        placed = on_device(weights)
+        if snapshot.mirror is not None and placed is not None:
+            delta = snapshot.mirror.encode(
+                placed, snapshot.weights, snapshot.digests, self._threads
+            )
+            encoded = Encoded(
+                version,
+                snapshot.identity,
+                delta.records,
+                delta.digests,
+                delta.on_host,
+                delta.payload,
+            )
+            if encoded.num_bytes > self._limit_bytes(weights):
+                return self.encode_full(version, weights)
+            return encoded
+        return self._encode_on_host(version, snapshot, weights)
+
+    @staticmethod
+    def _limit_bytes(weights: AnyWeights) -> float:
+        return _DENSE_SHARE * sum(w.meta.num_bytes for w in weights.values())
+
+    def _encode_on_host(self, version: int, snapshot: _Snapshot, weights: AnyWeights) -> Encoded:
         digests = {name: d.copy() for name, d in snapshot.digests.items()}
-        limit_bytes = _DENSE_SHARE * sum(w.meta.num_bytes for w in weights.values())
-        records: dict[str, list[tuple[Place, bytes]]] = {name: [] for name in weights}
+        limit_bytes = self._limit_bytes(weights)
+        here = {name: Weight(w.meta, w.data, w) for name, w in weights.items()}
+        records: Records = {name: [] for name in weights}
         num_bytes = 0
-        for name, place, record in self._encoded_spans(snapshot, weights, digests):
+        for name, place, record in self._encoded_spans(snapshot, here, digests):
             records[name].append((place, record))
             num_bytes += len(record)
             if num_bytes > limit_bytes:
@@ -202,10 +255,27 @@ class Publisher(StoreSource):
             commit(self.store, manifest)
         self._snapshot = None  # neither one nor the other until all is copied
         if encoded.records is not None:
-            with ThreadPoolExecutor(self._threads, "weightsync-advance") as pool:
-                list(pool.map(lambda item: _advance(snapshot, *item), encoded.records.items()))
-        self._snapshot = _Snapshot(manifest.target, snapshot.weights, encoded.digests)
+            self._advance(snapshot, encoded)
+        self._snapshot = _Snapshot(
+            manifest.target, snapshot.weights, encoded.digests, snapshot.mirror
+        )
         return manifest
+
+    def _advance(self, snapshot: _Snapshot, encoded: Encoded) -> None:
+        items = (encoded.records or {}).items()
+        with ThreadPoolExecutor(self._threads, "weightsync-advance") as pool:
+            found = pool.map(lambda item: _advance(snapshot, *item), items)
+            changes = [(name, c) for (name, _), cs in zip(items, found, strict=True) for c in cs]
+        if snapshot.mirror is not None:
+            snapshot.mirror.advance(changes)
+            if encoded.payload is not None:  # nobody looks at the records any more
+                snapshot.mirror.recycle(encoded.payload)
+
+    def close(self) -> None:
+        """Free what lies on a device. Idempotent."""
+        snapshot, self._snapshot = self._snapshot, None
+        if snapshot is not None and snapshot.mirror is not None:
+            snapshot.mirror.close()
 
     def anchor(self) -> VersionManifest:
         """The last version once more, in full, beside the delta that leads to it: for who starts anew.
@@ -249,7 +319,7 @@ class Publisher(StoreSource):
         self,
         folder: AnyPath,
         encoded: Encoded,
-        records: dict[str, list[tuple[Place, bytes]]],
+        records: Records,
         snapshot: _Snapshot,
     ) -> VersionManifest:
         writer = RecordWriter(folder, self._file_bytes)
@@ -277,10 +347,14 @@ class Publisher(StoreSource):
             )
 
 
-def _advance(snapshot: _Snapshot, name: str, records: list[tuple[Place, bytes]]) -> None:
+def _advance(
+    snapshot: _Snapshot, name: str, records: list[tuple[Place, bytes | memoryview]]
+) -> list[Changes]:
     """Take a tensor of the snapshot to what was published, from the records: the weights may be others
-    by now. Raises :class:`IntegrityError` if the records do not lead there."""
+    by now. Returns the changes, for the mirror. Raises :class:`IntegrityError` if the records do not
+    lead there."""
     data, digests = snapshot.weights[name].data, snapshot.digests[name].copy()
+    found: list[Changes] = []
     for place, record in records:
         changes = decode_record(
             place,
@@ -290,6 +364,9 @@ def _advance(snapshot: _Snapshot, name: str, records: list[tuple[Place, bytes]])
             are_digests_known=True,
         )
         apply_changes(data, changes)
+        if snapshot.mirror is not None:
+            found.append(changes)
+    return found
 
 
 __all__ = ["DEFAULT_FILE_BYTES", "Encoded", "Publisher", "Weight", "Weights", "weights_of"]

@@ -1,16 +1,16 @@
-"""Tensors in host memory, as a store takes them."""
+"""Tensors as a store takes them: in host memory, or on a device."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from weightsync.codec.spans import Bytes
-from weightsync.device_tables import CPU, bytes_at, synchronize
+from weightsync.device_tables import CPU, bytes_at, read_bytes, synchronize
 from weightsync.errors import LayoutError, UnknownNameError
 from weightsync.manifest import name_some
 from weightsync.tables import dense_strides
@@ -28,6 +28,31 @@ class Weight:
 
 
 Weights = dict[str, Weight]
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceWeight:
+    """A dense tensor where it lies, on a device; whoever looks at ``data`` copies it."""
+
+    meta: TensorMeta
+    ptr: int
+    device: str
+    owner: Any = None
+
+    @property
+    def data(self) -> Bytes:
+        """A copy on the host, uint8 [meta.num_bytes]."""
+        return np.frombuffer(read_bytes(self.ptr, self.meta.num_bytes, self.device), dtype=np.uint8)
+
+
+AnyWeights = Mapping[str, Weight] | Mapping[str, DeviceWeight]
+
+
+def on_device(weights: AnyWeights) -> dict[str, DeviceWeight] | None:
+    """The weights, if all of them are of one device and on it."""
+    found = {name: w for name, w in weights.items() if isinstance(w, DeviceWeight)}
+    one = len({weight.device for weight in found.values()}) == 1
+    return found if one and len(found) == len(weights) else None
 
 
 def weights_of(named: Iterable[tuple[str, Any]]) -> Weights:
@@ -60,7 +85,7 @@ def weight_of(name: str, view: TensorView, tensor: Any) -> Weight:
     return Weight(meta, np.frombuffer(memory, dtype=np.uint8), view.owner)
 
 
-def check_same(kept: Weights, weights: Weights) -> None:
+def check_same(kept: Weights, weights: AnyWeights) -> None:
     unknown = sorted(weights.keys() - kept.keys())
     missing = sorted(kept.keys() - weights.keys())
     if unknown or missing:

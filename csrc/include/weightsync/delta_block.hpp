@@ -14,6 +14,7 @@
 #include <cstring>
 
 #include "weightsync/delta_bits.hpp"
+#include "weightsync/delta_numbers.hpp"
 #include "weightsync/delta_span.hpp"
 
 namespace weightsync {
@@ -48,23 +49,6 @@ struct DeltaScratch {
     std::uint64_t folded[kDeltaBlock + 24];
     unsigned char coded[(std::size_t{1} << 20) + 64];
     std::uint8_t class_of[256];  // by key
-};
-
-// A rising list of numbers below `size`, as gaps; of those not in it if that is shorter.
-struct DeltaNumbers {
-    std::uint32_t count;
-    int rice;
-
-    WEIGHTSYNC_HD_INLINE DeltaNumbers(std::uint32_t listed, std::uint32_t size)
-        : count(is_inverted(listed, size) ? size - listed : listed),
-          rice(count == 0 ? 0 : delta_rice_parameter(count, size)) {}
-    WEIGHTSYNC_HD_INLINE static bool is_inverted(std::uint32_t listed, std::uint32_t size) {
-        return 2 * listed > size;
-    }
-    WEIGHTSYNC_HD_INLINE static std::uint32_t bits(std::uint32_t listed, std::uint32_t size) {
-        const DeltaNumbers numbers(listed, size);
-        return numbers.count == 0 ? 0 : delta_rice_bits(numbers.count, size, numbers.rice);
-    }
 };
 
 // `stride` is that of `listed`, in words.

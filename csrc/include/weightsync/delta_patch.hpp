@@ -5,7 +5,7 @@
 #include <memory>
 #include <vector>
 
-#include "weightsync/hd.hpp"
+#include "weightsync/cuda_lanes.hpp"
 
 namespace weightsync {
 
@@ -35,38 +35,64 @@ enum class PatchWork : int {
     compare_former = 3,
 };
 
-// Does one change; whether it differs, for the comparisons.
-template <typename T>
-WEIGHTSYNC_HD_INLINE bool patch_one(PatchWork work, const PatchRow& row, std::int64_t i) {
-    T* live =
-        reinterpret_cast<T*>(row.target) + reinterpret_cast<const std::uint32_t*>(row.positions)[i];
-    const T* values = reinterpret_cast<const T*>(row.values);
-    T* former = reinterpret_cast<T*>(row.former);
-    switch (work) {
-        case PatchWork::exchange: {
-            const T old = *live;
-            *live = values[i];
-            former[i] = old;
-            return false;
-        }
-        case PatchWork::take_back:
-            *live = former[i];
-            return false;
-        case PatchWork::compare:
-            return *live != values[i];
-        default:
-            return *live != former[i];
+// Does changes first, first + stride, ... of a row, `num` of them or as many as there are; how many
+// differ, for the comparisons. All loads come before the first store: a store may alias any later
+// load, so a change at a time would wait for memory once for each of them.
+template <PatchWork work, typename T, int num>
+WEIGHTSYNC_HD_INLINE std::uint32_t patch_some(const PatchRow& row, std::int64_t first,
+                                              std::int64_t stride) {
+    constexpr bool is_kept = work == PatchWork::exchange || work == PatchWork::compare;
+    const auto* positions = reinterpret_cast<const std::uint32_t*>(row.positions);
+    const T* wanted = reinterpret_cast<const T*>(is_kept ? row.values : row.former);
+    T* target = reinterpret_cast<T*>(row.target);
+    std::uint32_t position[num];
+    T value[num];
+    T live[num];
+    WEIGHTSYNC_UNROLL
+    for (int u = 0; u < num; ++u) {
+        const std::int64_t i = first + u * stride;
+        position[u] = i < row.count ? positions[i] : 0;
+        value[u] = i < row.count ? wanted[i] : T{0};
     }
+    if constexpr (work != PatchWork::take_back) {
+        WEIGHTSYNC_UNROLL
+        for (int u = 0; u < num; ++u) {
+            live[u] = first + u * stride < row.count ? target[position[u]] : T{0};
+        }
+    }
+    std::uint32_t different = 0;
+    WEIGHTSYNC_UNROLL
+    for (int u = 0; u < num; ++u) {
+        const std::int64_t i = first + u * stride;
+        if constexpr (work == PatchWork::exchange) {
+            if (i < row.count) reinterpret_cast<T*>(row.former)[i] = live[u];
+        }
+        if constexpr (work == PatchWork::exchange || work == PatchWork::take_back) {
+            if (i < row.count) target[position[u]] = value[u];
+        } else {
+            different += live[u] != value[u];
+        }
+    }
+    return different;
 }
 
-WEIGHTSYNC_HD_INLINE bool patch_any(PatchWork work, const PatchRow& row, std::int64_t i) {
+// Changes that a thread has in flight.
+inline constexpr int kPatchBatch = 8;
+inline constexpr std::uint32_t kPatchThreads = 256;
+static_assert(kPatchUnit == kPatchBatch * kPatchThreads);
+
+// What one thread of a block does of its unit.
+template <PatchWork work>
+WEIGHTSYNC_HD_INLINE std::uint32_t patch_thread(const PatchRow& row, const PatchUnit& unit,
+                                                std::uint32_t thread) {
+    const std::int64_t first = std::int64_t{unit.start} + thread;
     switch (row.element_bytes) {
         case 1:
-            return patch_one<std::uint8_t>(work, row, i);
+            return patch_some<work, std::uint8_t, kPatchBatch>(row, first, kPatchThreads);
         case 2:
-            return patch_one<std::uint16_t>(work, row, i);
+            return patch_some<work, std::uint16_t, kPatchBatch>(row, first, kPatchThreads);
         default:
-            return patch_one<std::uint32_t>(work, row, i);
+            return patch_some<work, std::uint32_t, kPatchBatch>(row, first, kPatchThreads);
     }
 }
 

@@ -1,0 +1,124 @@
+"""How fast are deltas coded on a GPU that holds the weights in both versions?
+
+Weights of ``--gib`` GiB in bf16, drawn there; a share changes, small ones rather than large ones, as Adam
+does it. Records of some spans are compared with the CPU's, byte for byte.
+
+    python benchmarks/delta_encode_cuda.py [--tiny] [--gib N] [--share P] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from weightsync import native
+from weightsync.codec import encode_span
+from weightsync.codec.device_encode import DeviceSpans, Outcome, SpanEncoder
+from weightsync.codec.spans import spans_of
+from weightsync.native_delta import SPAN_ELEMENTS
+from weightsync.types import TensorMeta
+
+DEVICE = "cuda:0"
+ROUNDS = 5
+DRAWN = 1 << 26  # elements at a time
+
+
+def draw(elements: int, share: float) -> tuple[Any, Any]:
+    """Old and new weights, bf16 [elements] on the device."""
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    old = torch.empty(elements, dtype=torch.bfloat16, device=DEVICE)
+    new = torch.empty_like(old)
+    for start in range(0, elements, DRAWN):
+        part = old[start : start + DRAWN]
+        drawn = torch.randn(part.numel(), device=DEVICE, generator=generator).mul_(0.02)
+        part.copy_(drawn)
+        # P(change) halves with every octave; E[1 / |w|] of a normal diverges slowly: cut at 1.
+        chance = torch.frexp(part.float())[1].neg().float().exp2_()
+        chance.clamp_(max=1e5).mul_(share / float(chance.mean()))
+        mask = torch.rand(part.numel(), device=DEVICE, generator=generator) < chance
+        down = torch.rand(part.numel(), device=DEVICE, generator=generator) < 0.5
+        step = torch.where(down, -1, 1).to(torch.int16) * mask.to(torch.int16)
+        new[start : start + DRAWN].view(torch.int16).copy_(part.view(torch.int16) + step)
+    torch.cuda.synchronize()
+    return old, new
+
+
+def check(spans: DeviceSpans, results: list[Any], old: Any, new: Any) -> int:
+    """Compares some records with the CPU's; how many."""
+    chosen = sorted({0, len(results) // 2, len(results) - 1})
+    for i in chosen:
+        place, (outcome, record) = spans.places[i], results[i]
+        part = slice(place.start_element, place.start_element + place.num_elements)
+        before, after = (t[part].cpu().view(torch.int16).numpy().view(np.uint8) for t in (old, new))
+        expected = encode_span(place, before, after, np.zeros(place.num_blocks, dtype=np.uint64))
+        if outcome is not Outcome.CODED or bytes(record) != expected:
+            raise SystemExit(f"span {i}: {outcome}, and not the bytes that the CPU codes")
+    return len(chosen)
+
+
+def measure(elements: int, share: float, threads: int) -> dict[str, Any]:
+    """Seconds of each part, medians."""
+    old, new = draw(elements, share)
+    places = list(spans_of(TensorMeta("w", "bfloat16", (elements,))))
+    encoder = SpanEncoder(DEVICE)
+
+    def spans() -> DeviceSpans:
+        digests = np.zeros(sum(p.num_blocks for p in places), dtype=np.uint64)
+        offsets = [2 * p.start_element for p in places]
+        return DeviceSpans(
+            places, [old.data_ptr() + o for o in offsets], [new.data_ptr() + o for o in offsets],
+            digests,
+        )  # fmt: skip
+
+    parts: list[dict[str, float]] = []
+    for _ in range(ROUNDS):
+        asked = spans()
+        start = time.perf_counter()
+        results = encoder.encode(asked, threads)
+        parts.append({"encode_s": time.perf_counter() - start, **encoder.seconds})
+        encoder.recycle(encoder.payload)  # the next records are the same
+    found: dict[str, Any] = {name: statistics.median(p[name] for p in parts) for name in parts[0]}
+    changed = sum(int.from_bytes(r[20:24], "little") for _, r in results if r is not None)
+    payload = sum(len(r) for _, r in results if r is not None)
+    coded = sum(outcome is Outcome.CODED for outcome, _ in results)
+    found |= {"bytes": 2 * elements, "changed": changed, "payload": payload, "spans": len(places)}
+    found |= {"coded": coded, "compared": check(asked, results, old, new)}
+    encoder.close()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--tiny", action="store_true", help="small and quick, for a smoke test")
+    parser.add_argument("--gib", type=float, default=56, help="of weights")
+    parser.add_argument("--share", type=float, default=0.01, help="of elements that change")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--json", type=Path, default=None)
+    args = parser.parse_args()
+    if not native.has_cuda():
+        print(f"nothing to measure: {native.cuda_unavailable_reason()}")
+        return
+    spans = 2 if args.tiny else max(1, int(args.gib * (1 << 29)) // SPAN_ELEMENTS)
+    found = measure(spans * SPAN_ELEMENTS, args.share, args.threads)
+    print(
+        f"{torch.cuda.get_device_name(DEVICE)}, {args.threads} threads: {found['bytes'] / 1e9:.1f} GB, "
+        f"{found['changed']:,} changed, {found['payload']:,} B "
+        f"({8 * found['payload'] / max(found['changed'], 1):.2f} bits each), {found['coded']} of "
+        f"{found['spans']} spans on the device, {found['compared']} compared"
+    )
+    for name in ("encode_s", "sample_s", "choice_s", "blocks_s", "copy_s"):
+        print(f"{name[:-2]:8} {found[name] * 1e3:8.2f} ms")
+    if args.json is not None:
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

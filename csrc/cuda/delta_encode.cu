@@ -1,0 +1,554 @@
+// Blocks of many spans to bits; see delta_block_work.hpp for the steps, delta_twin.cpp for the same
+// without a device.
+#include <algorithm>
+#include <chrono>
+#include <string>
+
+#include "tables.cuh"
+#include "weightsync/delta_block_work.hpp"
+
+namespace weightsync {
+namespace {
+
+using namespace lanes;
+
+// Changes of one warp that shared memory holds: three blocks of threads a multiprocessor.
+constexpr std::uint32_t kCapacity = 384;
+constexpr unsigned kFull = 0xFFFFFFFFu;
+
+// A warp; see SoloTeam.
+struct WarpTeam {
+    std::uint32_t lane;
+
+    template <typename F>
+    __device__ void each(std::uint32_t count, const F& f) const {
+        for (std::uint32_t i = lane; i < count; i += kWarpLanes) f(i);
+        __syncwarp();
+    }
+    template <typename Value, typename F>
+    __device__ std::uint32_t scan(std::uint32_t count, const Value& value, const F& f) const {
+        std::uint32_t running = 0;
+        for (std::uint32_t first = 0; first < count; first += kWarpLanes) {
+            const std::uint32_t i = first + lane;
+            const std::uint32_t own = i < count ? value(i) : 0;
+            std::uint32_t upto = own;
+#pragma unroll
+            for (int distance = 1; distance < static_cast<int>(kWarpLanes); distance *= 2) {
+                const std::uint32_t other = __shfl_up_sync(kFull, upto, distance);
+                if (static_cast<int>(lane) >= distance) upto += other;
+            }
+            if (i < count) f(i, running + upto - own, own);
+            running += __shfl_sync(kFull, upto, kWarpLanes - 1);
+        }
+        __syncwarp();
+        return running;
+    }
+};
+
+// Counts of the lanes before this one; `total` gets those of all.
+__device__ __forceinline__ DeltaCounts scan_counts(const DeltaCounts& own, bool has_high,
+                                                   std::uint32_t lane, DeltaCounts* total) {
+    DeltaCounts upto = own;
+#pragma unroll
+    for (int distance = 1; distance < static_cast<int>(kWarpLanes); distance *= 2) {
+        const std::uint32_t low = __shfl_up_sync(kFull, upto.low, distance);
+        if (static_cast<int>(lane) >= distance) upto.low += low;
+    }
+    if (has_high) {
+#pragma unroll
+        for (int distance = 1; distance < static_cast<int>(kWarpLanes); distance *= 2) {
+            const std::uint32_t high = __shfl_up_sync(kFull, upto.high, distance);
+            if (static_cast<int>(lane) >= distance) upto.high += high;
+        }
+    }
+    total->low = __shfl_sync(kFull, upto.low, kWarpLanes - 1);
+    total->high = __shfl_sync(kFull, upto.high, kWarpLanes - 1);
+    return {upto.low - own.low, upto.high - own.high};
+}
+
+struct Launch {
+    const DeltaSpanRow* rows;
+    const std::int64_t* first_block;
+    const DeltaParameters* parameters;
+    const std::uint64_t* digests;
+    DeltaBlockResult* results;
+    const DeltaBlockUnit* units;
+    const std::uint32_t* num_units;  // of the crowded, counted on the device
+    DeltaBlockUnit* crowded;
+    std::uint32_t* num_crowded;
+    unsigned char* arena;
+    std::uint64_t arena_bytes;
+    unsigned long long* arena_used;
+    unsigned char* scratch;  // of the crowded
+    std::size_t scratch_bytes;
+};
+
+// What a block of threads shares.
+struct Shared {
+    DeltaBlockCounts counts;
+    DeltaCuts cuts;
+    unsigned long long digest;
+    unsigned long long offset;
+    std::uint32_t is_fitting;
+};
+
+template <DeltaKind kind>
+__device__ __forceinline__ void look(const DeltaBlockPlace& block, const DeltaStage& stage,
+                                     const DeltaCuts& cuts, int num_thresholds,
+                                     DeltaBlockCounts* counts, std::uint32_t warp,
+                                     std::uint32_t lane) {
+    using Vector = DeltaVector<kind>;
+    constexpr std::uint32_t unroll = 2;
+    std::uint32_t running[kDeltaThresholds + 1] = {};
+    const std::uint32_t begin = warp * kDeltaWarpElements;
+    for (std::uint32_t r = 0; r < Vector::rows; r += unroll) {
+        const std::uint32_t start = begin + r * Vector::row_elements;
+        if (start >= block.size) break;
+        Vec16 old[unroll];
+        Vec16 current[unroll];
+#pragma unroll
+        for (std::uint32_t u = 0; u < unroll; ++u) {
+            const std::uint32_t at = start + u * Vector::row_elements + lane * Vector::elements;
+            old[u] = Vector::read(block.old, at, block.size);
+            current[u] = Vector::read(block.current, at, block.size);
+        }
+#pragma unroll
+        for (std::uint32_t u = 0; u < unroll; ++u) {
+            const std::uint32_t at = start + u * Vector::row_elements + lane * Vector::elements;
+            const std::uint32_t changed = Vector::changed_mask(old[u], current[u]);
+            const DeltaCounts own = delta_count<kind>(old[u], changed, cuts, num_thresholds);
+            DeltaCounts total;
+            const DeltaCounts before = scan_counts(own, num_thresholds > 2, lane, &total);
+            if (lane == 0) {
+#pragma unroll
+                for (int t = 0; t <= kDeltaThresholds; ++t) {
+                    counts->starts[warp][r + u].reached[t] = static_cast<std::uint16_t>(running[t]);
+                }
+            }
+            delta_stage_vector(stage, warp, at, changed, before, running[kDeltaThresholds]);
+            delta_add_row(total, running);
+        }
+    }
+    if (lane == 0) {
+#pragma unroll
+        for (int t = 0; t <= kDeltaThresholds; ++t) counts->totals[warp][t] = running[t];
+    }
+}
+
+// The digest's growth by this warp's changes, in every lane's part; counts classes.
+template <DeltaKind kind>
+__device__ __forceinline__ std::uint64_t turn(const DeltaBlockPlace& block, const DeltaStage& stage,
+                                              const DeltaParameters& parameters,
+                                              const DeltaCuts& cuts, DeltaBlockCounts* counts,
+                                              std::uint32_t warp, std::uint32_t lane) {
+    std::uint64_t sum = 0;
+    const std::uint32_t staged = counts->staged[warp];
+    for (std::uint32_t first = 0; first < staged; first += kWarpLanes) {
+        const std::uint32_t i = first + lane;
+        std::uint32_t c = kDeltaClasses;
+        if (i < staged) {
+            sum += delta_turn<kind>(stage, block, parameters, cuts, counts->starts[warp],
+                                    counts->base[warp], warp, i);
+            c = stage.label[warp * stage.capacity + i] & 7;
+        }
+        for (int one = 0; one <= parameters.num_thresholds; ++one) {
+            const unsigned votes = __ballot_sync(kFull, static_cast<int>(c) == one);
+            if (lane == 0 && votes != 0) {
+                atomicAdd(&counts->class_changes[one], static_cast<std::uint32_t>(__popc(votes)));
+            }
+        }
+    }
+    return sum;
+}
+
+// One block by the whole block of threads; all of them return together.
+template <DeltaKind kind, bool is_last>
+__device__ __forceinline__ void encode_block(const Launch& launch, const DeltaBlockUnit& unit,
+                                             const DeltaStage& stage, Shared* shared,
+                                             DeltaParameters* parameters) {
+    const std::uint32_t thread = threadIdx.x;
+    const std::uint32_t warp = thread / kWarpLanes;
+    const std::uint32_t lane = thread % kWarpLanes;
+    DeltaBlockCounts& counts = shared->counts;
+    const DeltaSpanRow& row = launch.rows[unit.row];
+    const std::int64_t at = launch.first_block[unit.row] + unit.block;
+    const auto* from = reinterpret_cast<const unsigned char*>(launch.parameters + unit.row);
+    for (std::uint32_t i = thread; i < sizeof(DeltaParameters); i += kDeltaThreads) {
+        reinterpret_cast<unsigned char*>(parameters)[i] = from[i];
+    }
+    if (thread < kDeltaClasses) counts.class_changes[thread] = 0;
+    if (thread == 0) shared->digest = 0;
+    __syncthreads();
+    const DeltaBlockPlace block = delta_block_place(row, unit.block);
+    const DeltaCuts cuts = delta_cuts<kind>(*parameters);
+    if (thread == 0) shared->cuts = cuts;
+    look<kind>(block, stage, cuts, parameters->num_thresholds, &counts, warp, lane);
+    __syncthreads();
+    if (thread == 0) shared->is_fitting = delta_add_warps(stage, &counts) ? 1 : 0;
+    __syncthreads();
+    DeltaBlockResult result{launch.digests[at],     0, 0, counts.num_changed,
+                            DeltaBlockStatus::done, 0};
+    const auto finish = [&](DeltaBlockStatus status) {
+        if (thread != 0) return;
+        result.status = status;
+        if (!is_last && status == DeltaBlockStatus::crowded) {
+            launch.crowded[atomicAdd(launch.num_crowded, 1u)] = unit;
+        }
+        launch.results[at] = result;
+    };
+    if (shared->is_fitting == 0) return finish(DeltaBlockStatus::crowded);
+    if (counts.num_changed == 0) return finish(DeltaBlockStatus::done);
+    const std::uint64_t sum =
+        cuda::warp_sum(turn<kind>(block, stage, *parameters, shared->cuts, &counts, warp, lane));
+    if (lane == 0) atomicAdd(&shared->digest, static_cast<unsigned long long>(sum));
+    __syncthreads();
+    if (thread == 0) delta_choose_mode(block.size, *parameters, &counts);
+    __syncthreads();
+    const WarpTeam team{lane};
+    const bool has_class = static_cast<int>(warp) < counts.num_classes;
+    if (has_class) {
+        delta_gather(team, stage, counts.staged, static_cast<int>(warp),
+                     counts.mode == DeltaMode::gaps, counts.classes[warp].begin);
+    }
+    __syncthreads();
+    if (has_class) delta_measure(team, stage, &counts.classes[warp]);
+    __syncthreads();
+    std::uint64_t total = 0;
+    const DeltaPlanes planes =
+        delta_planes(counts.classes, counts.num_classes, static_cast<int>(warp), &total);
+    result.num_bytes = static_cast<std::uint32_t>((total + 7) / 8);
+    result.mode = static_cast<std::uint32_t>(counts.mode);
+    result.digest += shared->digest;
+    const auto words = static_cast<std::uint32_t>((total + 31) / 32);
+    if (result.num_bytes >
+        delta_dense_limit(std::int64_t{block.size} * DeltaElement<kind>::bytes)) {
+        return finish(DeltaBlockStatus::dense);
+    }
+    if (words > stage.bit_words) return finish(DeltaBlockStatus::crowded);
+    for (std::uint32_t i = thread; i < words; i += kDeltaThreads) stage.high[i] = 0;
+    if (thread == 0) {
+        shared->offset =
+            atomicAdd(launch.arena_used, static_cast<unsigned long long>((words + 3) / 4 * 16));
+    }
+    __syncthreads();
+    if (has_class) delta_put_class(team, stage, counts.classes[warp], planes, stage.high);
+    if (thread == kDeltaThreads - 1) {
+        delta_put_counts(counts.classes, counts.num_classes, stage.high);
+    }
+    __syncthreads();
+    result.offset = shared->offset;
+    // Beyond its end nothing is written: the host sees how much was needed, and comes again.
+    if (result.offset + std::uint64_t{words} * 4 <= launch.arena_bytes) {
+        auto* out = reinterpret_cast<std::uint32_t*>(launch.arena + result.offset);
+        for (std::uint32_t i = thread; i < words; i += kDeltaThreads) out[i] = stage.high[i];
+    }
+    finish(DeltaBlockStatus::done);
+}
+
+template <DeltaKind kind>
+__global__ __launch_bounds__(kDeltaThreads, 3) void encode_kernel(Launch launch) {
+    extern __shared__ __align__(16) unsigned char memory[];
+    __shared__ Shared shared;
+    __shared__ __align__(8) unsigned char parameters[sizeof(DeltaParameters)];
+    DeltaStage stage;
+    delta_stage_at(memory, kCapacity, 0, &stage);
+    encode_block<kind, false>(launch, launch.units[blockIdx.x], stage, &shared,
+                              reinterpret_cast<DeltaParameters*>(parameters));
+}
+
+// What was crowded, with room for everything in the device's memory.
+template <DeltaKind kind>
+__global__ __launch_bounds__(kDeltaThreads) void crowded_kernel(Launch launch) {
+    __shared__ Shared shared;
+    __shared__ __align__(8) unsigned char parameters[sizeof(DeltaParameters)];
+    DeltaStage stage;
+    delta_stage_at(launch.scratch + blockIdx.x * launch.scratch_bytes, kDeltaWarpElements,
+                   kDeltaCrowdedWords, &stage);
+    const std::uint32_t count = *launch.num_units;
+    for (std::uint32_t i = blockIdx.x; i < count; i += gridDim.x) {
+        encode_block<kind, true>(launch, launch.units[i], stage, &shared,
+                                 reinterpret_cast<DeltaParameters*>(parameters));
+        __syncthreads();
+    }
+}
+
+// A block of threads a span.
+template <DeltaKind kind>
+__device__ void sample_span(const DeltaSpanRow& row, std::uint32_t (*steps)[kDeltaMaxTypical + 1],
+                            DeltaSampleCounts* counts, DeltaSampleCounts* out) {
+    using Element = DeltaElement<kind>;
+    const std::uint32_t thread = threadIdx.x;
+    auto* zero = reinterpret_cast<std::uint32_t*>(steps);
+    for (std::uint32_t i = thread; i < 256 * (kDeltaMaxTypical + 1); i += blockDim.x) zero[i] = 0;
+    for (std::uint32_t i = thread; i < 256; i += blockDim.x)
+        counts->all[i] = counts->changed[i] = 0;
+    __syncthreads();
+    const auto* old = reinterpret_cast<const unsigned char*>(row.old_ptr);
+    const auto* current = reinterpret_cast<const unsigned char*>(row.new_ptr);
+    const auto size = static_cast<std::int64_t>(row.num_elements);
+    const auto load_one = [](const unsigned char* ptr, std::int64_t i) -> std::uint32_t {
+        if constexpr (Element::bytes == 4) return reinterpret_cast<const std::uint32_t*>(ptr)[i];
+        if constexpr (Element::bytes == 2) return reinterpret_cast<const std::uint16_t*>(ptr)[i];
+        return ptr[i];
+    };
+    std::uint32_t compared = 0;
+    std::uint32_t counted = 0;
+    for (std::int64_t p = 0; p < delta_sample_pieces(size); ++p) {
+        const DeltaSamplePiece piece = delta_sample_piece(size, p);
+        compared += static_cast<std::uint32_t>(piece.end - piece.begin);
+        counted += static_cast<std::uint32_t>(piece.counted_end - piece.begin);
+        for (std::int64_t i = piece.begin + thread; i < piece.end; i += blockDim.x) {
+            const std::uint32_t from = load_one(old, i);
+            const std::uint32_t to = load_one(current, i);
+            const std::uint32_t key = Element::key(from);
+            if (i < piece.counted_end) atomicAdd(&counts->all[key], 1u);
+            if (from == to) continue;
+            std::uint32_t down = 0;
+            const std::uint32_t step = Element::step(from, to, &down);
+            atomicAdd(&counts->changed[key], 1u);
+            atomicAdd(&steps[key][step <= kDeltaMaxTypical ? step : 0], 1u);
+        }
+    }
+    __syncthreads();
+    for (std::uint32_t i = thread; i < 256; i += blockDim.x) {
+        out->all[i] = counts->all[i];
+        out->changed[i] = counts->changed[i];
+        out->typical[i] = delta_typical_step(steps[i]);
+    }
+    if (thread == 0) {
+        out->num_compared = compared;
+        out->num_counted = counted;
+    }
+}
+
+__global__ __launch_bounds__(256) void sample_kernel(const DeltaSpanRow* rows,
+                                                     DeltaSampleCounts* out) {
+    extern __shared__ __align__(16) unsigned char memory[];
+    __shared__ DeltaSampleCounts counts;
+    auto* steps = reinterpret_cast<std::uint32_t (*)[kDeltaMaxTypical + 1]>(memory);
+    const DeltaSpanRow row = rows[blockIdx.x];
+    switch (static_cast<DeltaKind>(row.kind)) {
+        case DeltaKind::bytes:
+            return sample_span<DeltaKind::bytes>(row, steps, &counts, out + blockIdx.x);
+        case DeltaKind::float8:
+            return sample_span<DeltaKind::float8>(row, steps, &counts, out + blockIdx.x);
+        case DeltaKind::float16:
+            return sample_span<DeltaKind::float16>(row, steps, &counts, out + blockIdx.x);
+        default:
+            return sample_span<DeltaKind::float32>(row, steps, &counts, out + blockIdx.x);
+    }
+}
+
+constexpr std::size_t kSampleBytes = 256 * (kDeltaMaxTypical + 1) * sizeof(std::uint32_t);
+
+// Memory of the host that a device copies to at full speed; grows.
+class PinnedBytes {
+  public:
+    ~PinnedBytes() { cudaFreeHost(ptr_); }
+    unsigned char* fit(std::size_t bytes, int device) {
+        if (bytes <= size_) return ptr_;
+        close(device);
+        void* memory = nullptr;
+        cuda::check(cudaMallocHost(&memory, bytes), "cudaMallocHost", device);
+        ptr_ = static_cast<unsigned char*>(memory);
+        size_ = bytes;
+        return ptr_;
+    }
+    void close(int device) {
+        size_ = 0;
+        cuda::check(cudaFreeHost(std::exchange(ptr_, nullptr)), "cudaFreeHost", device);
+    }
+
+  private:
+    unsigned char* ptr_ = nullptr;
+    std::size_t size_ = 0;
+};
+
+// Memory of the device that grows.
+template <typename T>
+T* fit(cuda::DeviceArray<T>* array, std::size_t size, int device) {
+    if (array->get() == nullptr || array->size() < size) {
+        array->close();
+        *array = cuda::DeviceArray<T>(size, device);
+    }
+    return array->get();
+}
+
+double now_s() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch())
+        .count();
+}
+
+}  // namespace
+
+struct CudaDeltaEncoder::State {
+    int device;
+    cuda::DeviceArray<DeltaSpanRow> rows;
+    cuda::DeviceArray<std::int64_t> first_block;
+    cuda::DeviceArray<DeltaParameters> parameters;
+    cuda::DeviceArray<DeltaSampleCounts> samples;
+    cuda::DeviceArray<std::uint64_t> digests;
+    cuda::DeviceArray<DeltaBlockResult> results;
+    cuda::DeviceArray<DeltaBlockUnit> units;
+    cuda::DeviceArray<DeltaBlockUnit> crowded;
+    cuda::DeviceArray<std::uint32_t> num_crowded;
+    cuda::DeviceArray<unsigned long long> arena_used;
+    cuda::DeviceArray<unsigned char> arena;
+    cuda::DeviceArray<unsigned char> scratch;
+    PinnedBytes pinned_samples;
+    PinnedBytes pinned_results;
+    PinnedBytes pinned_arena;
+    std::vector<double> seconds;
+    cudaStream_t stream = nullptr;
+
+    template <typename T>
+    T* upload(cuda::DeviceArray<T>* array, const std::vector<T>& values) {
+        return upload(array, values.data(), values.size());
+    }
+    template <typename T>
+    T* upload(cuda::DeviceArray<T>* array, const T* values, std::size_t size) {
+        T* to = fit(array, size, device);
+        if (size > 0) {
+            cuda::check(
+                cudaMemcpyAsync(to, values, size * sizeof(T), cudaMemcpyHostToDevice, stream),
+                "cudaMemcpyAsync", device);
+        }
+        return to;
+    }
+    void download(void* to, const void* from, std::size_t bytes) {
+        cuda::check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, stream),
+                    "cudaMemcpyAsync", device);
+        wait();
+    }
+    void wait() { cuda::check(cudaStreamSynchronize(stream), "cudaStreamSynchronize", device); }
+
+    void sample(DeltaBatch* batch) {
+        const std::size_t count = batch->rows.size();
+        DeltaSampleCounts* out = fit(&samples, count, device);
+        cuda::check(cudaFuncSetAttribute(sample_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                         static_cast<int>(kSampleBytes)),
+                    "cudaFuncSetAttribute", device);
+        sample_kernel<<<static_cast<unsigned>(count), 256, kSampleBytes, stream>>>(rows.get(), out);
+        cuda::check(cudaGetLastError(), "launch of sample_kernel", device);
+        const std::size_t bytes = count * sizeof(DeltaSampleCounts);
+        download(pinned_samples.fit(bytes, device), out, bytes);
+    }
+
+    template <DeltaKind kind>
+    void encode(const DeltaBatch& batch, Launch launch) {
+        const std::vector<DeltaBlockUnit> cut = delta_units(batch, kind);
+        if (cut.empty()) return;
+        launch.units = upload(&units, cut);
+        launch.crowded = fit(&crowded, cut.size(), device);
+        launch.num_crowded = fit(&num_crowded, 1, device);
+        cuda::check(cudaMemsetAsync(launch.num_crowded, 0, 4, stream), "cudaMemsetAsync", device);
+        DeltaStage stage;
+        const std::size_t shared_bytes = delta_stage_at(nullptr, kCapacity, 0, &stage);
+        cuda::check(
+            cudaFuncSetAttribute(encode_kernel<kind>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                 static_cast<int>(shared_bytes)),
+            "cudaFuncSetAttribute", device);
+        encode_kernel<kind>
+            <<<static_cast<unsigned>(cut.size()), kDeltaThreads, shared_bytes, stream>>>(launch);
+        cuda::check(cudaGetLastError(), "launch of encode_kernel", device);
+        std::uint32_t found = 0;
+        download(&found, launch.num_crowded, sizeof(found));
+        if (found == 0) return;
+        launch.scratch_bytes =
+            delta_stage_at(nullptr, kDeltaWarpElements, kDeltaCrowdedWords, &stage);
+        const std::uint32_t blocks = std::min(found, 132u);
+        launch.scratch = fit(&scratch, launch.scratch_bytes * blocks, device);
+        launch.units = launch.crowded;
+        launch.num_units = launch.num_crowded;
+        crowded_kernel<kind><<<blocks, kDeltaThreads, 0, stream>>>(launch);
+        cuda::check(cudaGetLastError(), "launch of crowded_kernel", device);
+    }
+
+    // Bytes of the arena that were needed; more than there are: nothing was coded whole.
+    std::uint64_t encode_all(const DeltaBatch& batch, const Launch& launch) {
+        cuda::check(cudaMemsetAsync(launch.arena_used, 0, sizeof(unsigned long long), stream),
+                    "cudaMemsetAsync", device);
+        encode<DeltaKind::bytes>(batch, launch);
+        encode<DeltaKind::float8>(batch, launch);
+        encode<DeltaKind::float16>(batch, launch);
+        encode<DeltaKind::float32>(batch, launch);
+        unsigned long long used = 0;
+        download(&used, launch.arena_used, sizeof(used));
+        return used;
+    }
+};
+
+CudaDeltaEncoder::CudaDeltaEncoder(int device) : state_(new State{}) {
+    state_->device = cuda::checked_device(device);
+}
+
+CudaDeltaEncoder::~CudaDeltaEncoder() = default;
+
+void CudaDeltaEncoder::run(DeltaBatch* batch, const std::uint64_t* digests, std::uintptr_t stream,
+                           int num_threads) {
+    State& s = *state_;
+    s.seconds.assign(4, 0);
+    if (batch->rows.empty()) return;
+    const cuda::DeviceScope scope(s.device);
+    s.stream = cuda::as_stream(stream);
+    double start_s = now_s();
+    const auto lap = [&](std::size_t part) {
+        const double end_s = now_s();
+        s.seconds[part] = end_s - start_s;
+        start_s = end_s;
+    };
+    const std::size_t blocks = batch->results.size();
+    Launch launch{};
+    launch.rows = s.upload(&s.rows, batch->rows);
+    launch.first_block = s.upload(&s.first_block, batch->first_block);
+    launch.digests = s.upload(&s.digests, digests, blocks);
+    s.sample(batch);
+    lap(0);
+    delta_batch_choose(batch,
+                       reinterpret_cast<DeltaSampleCounts*>(s.pinned_samples.fit(0, s.device)),
+                       num_threads);
+    lap(1);
+    launch.parameters = s.upload(&s.parameters, batch->parameters);
+    launch.results = fit(&s.results, blocks, s.device);
+    launch.arena_used = fit(&s.arena_used, 1, s.device);
+    std::uint64_t used = 0;
+    for (std::uint64_t room = std::max<std::uint64_t>(s.arena.size(), blocks * 2048);;
+         room = used + used / 8) {
+        launch.arena = fit(&s.arena, room, s.device);
+        launch.arena_bytes = s.arena.size();
+        used = s.encode_all(*batch, launch);
+        if (used <= launch.arena_bytes) break;
+    }
+    lap(2);
+    const std::size_t bytes = blocks * sizeof(DeltaBlockResult);
+    unsigned char* const results = s.pinned_results.fit(bytes, s.device);
+    s.download(results, launch.results, bytes);
+    std::copy_n(reinterpret_cast<const DeltaBlockResult*>(results), blocks, batch->results.data());
+    unsigned char* const arena = s.pinned_arena.fit(used, s.device);
+    if (used > 0) s.download(arena, launch.arena, used);
+    batch->arena = arena;
+    lap(3);
+}
+
+std::vector<double> CudaDeltaEncoder::seconds() const { return state_->seconds; }
+
+void CudaDeltaEncoder::close() {
+    State& s = *state_;
+    s.rows.close();
+    s.first_block.close();
+    s.parameters.close();
+    s.samples.close();
+    s.digests.close();
+    s.results.close();
+    s.units.close();
+    s.crowded.close();
+    s.num_crowded.close();
+    s.arena_used.close();
+    s.arena.close();
+    s.scratch.close();
+    s.pinned_samples.close(s.device);
+    s.pinned_results.close(s.device);
+    s.pinned_arena.close(s.device);
+}
+
+}  // namespace weightsync

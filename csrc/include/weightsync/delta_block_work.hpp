@@ -1,0 +1,80 @@
+// The steps of coding one block by a block of threads, and what they share. A device runs them with
+// barriers between, the CPU's twin one after the other.
+#pragma once
+
+#include "weightsync/delta_batch.hpp"
+#include "weightsync/delta_team_encode.hpp"
+
+namespace weightsync::lanes {
+
+// What the warps counted, and what follows from it.
+struct DeltaBlockCounts {
+    DeltaRowStart starts[kDeltaWarps][kDeltaMaxRows];
+    std::uint32_t totals[kDeltaWarps][kDeltaThresholds + 1];  // by warp; the last: changes
+    std::uint32_t base[kDeltaWarps][kDeltaThresholds];        // of the warps before
+    std::uint32_t staged[kDeltaWarps];
+    std::uint32_t num_changed;
+    std::uint32_t reached[kDeltaThresholds];  // of the block
+    std::uint32_t class_changes[kDeltaClasses];
+    DeltaClass classes[kDeltaClasses];
+    int num_classes;
+    DeltaMode mode;
+};
+
+// What a row of a warp adds to its running totals.
+WEIGHTSYNC_HD_INLINE void delta_add_row(const DeltaCounts& row, std::uint32_t* running) {
+    WEIGHTSYNC_UNROLL
+    for (int t = 0; t < kDeltaThresholds; ++t) running[t] += delta_field(row, t);
+    running[kDeltaThresholds] += row.low & 1023u;
+}
+
+// By one thread, once all warps have counted. False if a warp's stage was too small.
+WEIGHTSYNC_HD_INLINE bool delta_add_warps(const DeltaStage& stage, DeltaBlockCounts* counts) {
+    bool fits = true;
+    std::uint32_t reached[kDeltaThresholds] = {};
+    counts->num_changed = 0;
+    for (std::uint32_t warp = 0; warp < kDeltaWarps; ++warp) {
+        const std::uint32_t* totals = counts->totals[warp];
+        for (int t = 0; t < kDeltaThresholds; ++t) {
+            counts->base[warp][t] = reached[t];
+            reached[t] += totals[t];
+        }
+        counts->staged[warp] = totals[kDeltaThresholds];
+        counts->num_changed += totals[kDeltaThresholds];
+        fits = fits && totals[kDeltaThresholds] <= stage.capacity;
+    }
+    for (int t = 0; t < kDeltaThresholds; ++t) counts->reached[t] = reached[t];
+    return fits;
+}
+
+// By one thread, once the changes of all classes are counted.
+WEIGHTSYNC_HD_INLINE void delta_choose_mode(std::uint32_t size, const DeltaParameters& parameters,
+                                            DeltaBlockCounts* counts) {
+    std::uint32_t sizes[kDeltaClasses];
+    const int num_classes = parameters.num_thresholds + 1;
+    for (int c = 0; c < num_classes; ++c) {
+        const std::uint32_t from = c == 0 ? size : counts->reached[c - 1];
+        sizes[c] = from - (c + 1 < num_classes ? counts->reached[c] : 0);
+    }
+    counts->mode = delta_choose(size, num_classes, sizes, counts->class_changes, counts->classes,
+                                &counts->num_classes);
+    for (int c = 0; c < counts->num_classes; ++c) {
+        for (std::uint32_t& length : counts->classes[c].lengths) length = 0;
+    }
+}
+
+WEIGHTSYNC_HD_INLINE DeltaBlockPlace delta_block_place(const DeltaSpanRow& row,
+                                                       std::uint32_t block) {
+    const auto kind = static_cast<DeltaKind>(row.kind);
+    const auto bytes = static_cast<std::uint64_t>(delta_element_bytes(kind));
+    const std::uint64_t first = std::uint64_t{block} * kDeltaBlock;
+    const std::uint64_t rest = row.num_elements - first;
+    return {reinterpret_cast<const unsigned char*>(row.old_ptr + first * bytes),
+            reinterpret_cast<const unsigned char*>(row.new_ptr + first * bytes),
+            static_cast<std::uint32_t>(rest < kDeltaBlock ? rest : kDeltaBlock),
+            row.seed,
+            (row.start_element + first) * bytes,
+            row.word_bytes == 4 ? 2 : static_cast<int>(row.word_bytes) - 1};
+}
+
+}  // namespace weightsync::lanes

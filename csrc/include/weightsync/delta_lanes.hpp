@@ -1,0 +1,294 @@
+// What threads of a device do to code one block, shared with the CPU's twin; the bits are those of
+// delta_block_encode.hpp.
+//
+// Look: a warp reads 8,192 elements of both versions in rows of 32 vectors of 16 bytes, counts with
+// integer arithmetic on whole words how many keys reach each threshold, and stages the position of
+// what changed with the counts before its vector. Then all threads turn staged changes into
+// numbers, steps and digests. This header is the look and that turn.
+#pragma once
+
+#include <cstdint>
+
+#include "weightsync/cuda_lanes.hpp"
+#include "weightsync/cuda_units.hpp"
+#include "weightsync/delta_span.hpp"
+
+namespace weightsync::lanes {
+
+inline constexpr std::uint32_t kDeltaWarps = 8;  // of a block of threads, which codes one block
+inline constexpr std::uint32_t kDeltaThreads = kDeltaWarps * kWarpLanes;
+inline constexpr std::uint32_t kDeltaWarpElements = kDeltaBlock / kDeltaWarps;
+// Bits of a crowded block: no more than would be dense.
+inline constexpr std::uint32_t kDeltaCrowdedWords = kDeltaBlock * 4 / 4 + 16;
+inline constexpr std::uint32_t kDeltaMaxRows = kDeltaWarpElements / (4 * kWarpLanes);
+
+// Counters of one vector or row: `low` holds changes and the keys that reach thresholds 0 and 1,
+// `high` those of thresholds 2 to 4; ten bits each.
+struct DeltaCounts {
+    std::uint32_t low;
+    std::uint32_t high;
+};
+
+WEIGHTSYNC_HD_INLINE std::uint32_t count_bits(std::uint32_t word) {
+#ifdef __CUDA_ARCH__
+    return static_cast<std::uint32_t>(__popc(word));
+#else
+    return static_cast<std::uint32_t>(__builtin_popcount(word));
+#endif
+}
+
+// Index of the highest set bit of value > 0.
+WEIGHTSYNC_HD_INLINE int top_bit(std::uint64_t value) {
+#ifdef __CUDA_ARCH__
+    return 63 - __clzll(static_cast<long long>(value));
+#else
+    return 63 - __builtin_clzll(value);
+#endif
+}
+
+WEIGHTSYNC_HD_INLINE std::uint32_t lowest_bit(std::uint32_t word) {
+#ifdef __CUDA_ARCH__
+    return static_cast<std::uint32_t>(__ffs(static_cast<int>(word))) - 1;
+#else
+    return static_cast<std::uint32_t>(__builtin_ctz(word));
+#endif
+}
+
+template <DeltaKind kind>
+struct DeltaVector {
+    using Element = DeltaElement<kind>;
+    static constexpr std::uint32_t elements = 16 / Element::bytes;
+    static constexpr std::uint32_t row_elements = elements * kWarpLanes;
+    static constexpr std::uint32_t rows = kDeltaWarpElements / row_elements;
+    // The top bit of each element of a word, and an element's lowest.
+    static constexpr std::uint32_t unit =
+        Element::bytes == 4 ? 1u : (Element::bytes == 2 ? 0x00010001u : 0x01010101u);
+    static constexpr std::uint32_t guard = unit << (Element::bits - 1);
+
+    // What a word's guarded keys are compared with; a threshold that is none is never reached.
+    WEIGHTSYNC_HD_INLINE static std::uint32_t cut(const DeltaParameters& parameters, int t) {
+        constexpr int shift =
+            kind == DeltaKind::float32 ? 23 : (kind == DeltaKind::float16 ? 7 : 0);
+        if (t >= parameters.num_thresholds) return guard;
+        return (std::uint32_t{parameters.thresholds[t]} << shift) * unit;
+    }
+    // Top bits of the elements of a word whose keys reach a threshold.
+    WEIGHTSYNC_HD_INLINE static std::uint32_t reached(std::uint32_t word, std::uint32_t cut) {
+        return ((word | guard) - cut) & guard;
+    }
+    WEIGHTSYNC_HD_INLINE static std::uint32_t count_reached(const Vec16& vector,
+                                                            std::uint32_t cut) {
+        std::uint32_t bits = 0;
+        WEIGHTSYNC_UNROLL
+        for (int w = 0; w < 4; ++w) bits = (bits >> 1) | reached(vector.w[w], cut);
+        return count_bits(bits);
+    }
+    // Top bits of a word to one bit an element, in order.
+    WEIGHTSYNC_HD_INLINE static std::uint32_t gathered(std::uint32_t tops) {
+        if constexpr (Element::bytes == 4) return tops >> 31;
+        if constexpr (Element::bytes == 2) return (tops >> 15 & 1u) | (tops >> 30 & 2u);
+        return (tops >> 7 & 1u) | (tops >> 14 & 2u) | (tops >> 21 & 4u) | (tops >> 28 & 8u);
+    }
+    WEIGHTSYNC_HD_INLINE static std::uint32_t reached_mask(const Vec16& vector, std::uint32_t cut) {
+        std::uint32_t mask = 0;
+        WEIGHTSYNC_UNROLL
+        for (int w = 0; w < 4; ++w) {
+            mask |= gathered(reached(vector.w[w], cut)) << (w * 4 / Element::bytes);
+        }
+        return mask;
+    }
+    WEIGHTSYNC_HD_INLINE static std::uint32_t changed_mask(const Vec16& old, const Vec16& current) {
+        std::uint32_t x[4];
+        WEIGHTSYNC_UNROLL
+        for (int w = 0; w < 4; ++w) x[w] = old.w[w] ^ current.w[w];
+        if ((x[0] | x[1] | x[2] | x[3]) == 0) return 0;
+        std::uint32_t mask = 0;
+        WEIGHTSYNC_UNROLL
+        for (int w = 0; w < 4; ++w) {
+            const std::uint32_t tops = (((x[w] & ~guard) + ~guard) | x[w]) & guard;
+            mask |= gathered(tops) << (w * 4 / Element::bytes);
+        }
+        return mask;
+    }
+    // The vector at element `first` of a block of `size`; what lies behind the end is zero, in both
+    // versions, and no key of zero reaches a threshold.
+    WEIGHTSYNC_HD_INLINE static Vec16 read(const unsigned char* block, std::uint32_t first,
+                                           std::uint32_t size) {
+        if (first + elements <= size) return load<Vec16>(block + first * Element::bytes);
+        Vec16 vector{};
+        for (std::uint32_t i = first; i < size; ++i) {
+            std::uint32_t u = 0;
+            for (int b = 0; b < Element::bytes; ++b) {
+                u |= std::uint32_t{block[i * Element::bytes + b]} << (8 * b);
+            }
+            const std::uint32_t at = (i - first) * Element::bytes;
+            vector.w[at / 4] |= u << (at % 4 * 8);
+        }
+        return vector;
+    }
+    WEIGHTSYNC_HD_INLINE static std::uint32_t element(const Vec16& vector, std::uint32_t i) {
+        const std::uint32_t at = i * Element::bytes;
+        // Not vector.w[at / 4]: an index that is not known puts registers into memory.
+        const std::uint32_t pair0 = at & 4 ? vector.w[1] : vector.w[0];
+        const std::uint32_t pair1 = at & 4 ? vector.w[3] : vector.w[2];
+        return ((at & 8 ? pair1 : pair0) >> (at % 4 * 8)) & Element::mask;
+    }
+};
+
+struct DeltaCuts {
+    std::uint32_t at[kDeltaThresholds];
+};
+
+template <DeltaKind kind>
+WEIGHTSYNC_HD_INLINE DeltaCuts delta_cuts(const DeltaParameters& parameters) {
+    DeltaCuts cuts;
+    WEIGHTSYNC_UNROLL
+    for (int t = 0; t < kDeltaThresholds; ++t) {
+        cuts.at[t] = DeltaVector<kind>::cut(parameters, t);
+    }
+    return cuts;
+}
+
+template <DeltaKind kind>
+WEIGHTSYNC_HD_INLINE DeltaCounts delta_count(const Vec16& old, std::uint32_t changed,
+                                             const DeltaCuts& cuts, int num_thresholds) {
+    using Vector = DeltaVector<kind>;
+    DeltaCounts counts{count_bits(changed), 0};
+    if (kind == DeltaKind::bytes || num_thresholds == 0) return counts;
+    counts.low |=
+        Vector::count_reached(old, cuts.at[0]) << 10 | Vector::count_reached(old, cuts.at[1]) << 20;
+    if (num_thresholds > 2) {
+        counts.high = Vector::count_reached(old, cuts.at[2]) |
+                      Vector::count_reached(old, cuts.at[3]) << 10 |
+                      Vector::count_reached(old, cuts.at[4]) << 20;
+    }
+    return counts;
+}
+
+WEIGHTSYNC_HD_INLINE std::uint32_t delta_field(const DeltaCounts& counts, int t) {
+    return (t < 2 ? counts.low >> (10 * t + 10) : counts.high >> (10 * t - 20)) & 1023u;
+}
+
+// Keys that reach each threshold, before a row of a warp; [kDeltaThresholds]: changes.
+struct DeltaRowStart {
+    std::uint16_t reached[kDeltaThresholds + 1];
+};
+
+// Where staged changes of a block lie, `capacity` a warp: in shared memory, or in memory of the
+// device for blocks with too many. Arrays that share a line below are used one after the other.
+struct DeltaStage {
+    std::uint32_t* low;       // counts before the vector; then codes in coded order
+    std::uint32_t* high;      // counts before the vector; then codes as staged; then the bits
+    std::uint16_t* position;  // in the block; then exceptions
+    std::uint16_t* number;    // in the class; then the unlisted numbers
+    std::uint16_t* listed;    // numbers in coded order
+    std::uint16_t* unlisted;  // of exceptions
+    std::uint8_t* label;      // class, and bit 3: down
+    std::uint8_t* coded_label;
+    std::uint32_t capacity;
+    std::uint32_t bit_words;  // that `high` holds
+};
+
+// Bytes of a stage, each array a multiple of 16; `stage` gets its pointers.
+WEIGHTSYNC_HD_INLINE std::size_t delta_stage_at(unsigned char* memory, std::uint32_t capacity,
+                                                std::uint32_t bit_words, DeltaStage* stage) {
+    const std::size_t all = std::size_t{capacity} * kDeltaWarps;
+    const std::size_t words = bit_words > all ? bit_words : all;
+    std::size_t at = 0;
+    const auto take = [&](std::size_t bytes) {
+        unsigned char* ptr = memory + at;
+        at += (bytes + 15) / 16 * 16;
+        return ptr;
+    };
+    stage->low = reinterpret_cast<std::uint32_t*>(take(4 * all));
+    stage->high = reinterpret_cast<std::uint32_t*>(take(4 * words));
+    stage->position = reinterpret_cast<std::uint16_t*>(take(2 * all));
+    stage->number = reinterpret_cast<std::uint16_t*>(take(2 * all));
+    stage->listed = reinterpret_cast<std::uint16_t*>(take(2 * all));
+    stage->unlisted = reinterpret_cast<std::uint16_t*>(take(2 * all));
+    stage->label = take(all);
+    stage->coded_label = take(all);
+    stage->capacity = capacity;
+    stage->bit_words = static_cast<std::uint32_t>(words);
+    return at;
+}
+
+// Stages what changed in one vector of a warp's row. `before` are the counts of the row before it,
+// `found` the warp's changes before the row. Changes beyond the capacity are dropped: they were
+// counted, so that is seen.
+WEIGHTSYNC_HD_INLINE void delta_stage_vector(const DeltaStage& stage, std::uint32_t warp,
+                                             std::uint32_t first, std::uint32_t changed,
+                                             const DeltaCounts& before, std::uint32_t found) {
+    std::uint32_t i = found + (before.low & 1023u);
+    for (; changed != 0 && i < stage.capacity; changed &= changed - 1, ++i) {
+        const std::uint32_t at = warp * stage.capacity + i;
+        stage.position[at] = static_cast<std::uint16_t>(first + lowest_bit(changed));
+        stage.low[at] = before.low;
+        stage.high[at] = before.high;
+    }
+}
+
+// What a block is, and where.
+struct DeltaBlockPlace {
+    const unsigned char* old;
+    const unsigned char* current;
+    std::uint32_t size;
+    std::uint64_t seed;
+    std::uint64_t first_byte;  // of the tensor
+    int word_shift;
+};
+
+// 0: the typical step of its exponent; else 1 + its number among the others. Fits: no step of 32
+// bits is longer than 2^31.
+template <DeltaKind kind>
+WEIGHTSYNC_HD_INLINE std::uint32_t delta_step_code(std::uint32_t from, std::uint32_t to,
+                                                   std::uint32_t typical, std::uint32_t* down) {
+    const std::uint32_t step = DeltaElement<kind>::step(from, to, down);
+    return step == typical ? 0 : delta_fold(step, typical) + 1;
+}
+
+// Turns staged change `i` of a warp into number, label and code; returns its term of the digest.
+// `starts` are those of the warp's rows, `base` what the warps before it counted.
+template <DeltaKind kind>
+WEIGHTSYNC_HD_INLINE std::uint64_t delta_turn(const DeltaStage& stage, const DeltaBlockPlace& block,
+                                              const DeltaParameters& parameters,
+                                              const DeltaCuts& cuts, const DeltaRowStart* starts,
+                                              const std::uint32_t* base, std::uint32_t warp,
+                                              std::uint32_t i) {
+    using Element = DeltaElement<kind>;
+    using Vector = DeltaVector<kind>;
+    const std::uint32_t at = warp * stage.capacity + i;
+    const std::uint32_t position = stage.position[at];
+    const DeltaCounts before{stage.low[at], stage.high[at]};
+    const std::uint32_t place = position % Vector::elements;
+    const Vec16 vector = Vector::read(block.old, position - place, block.size);
+    const std::uint32_t from = Vector::element(vector, place);
+    const std::uint32_t to =
+        Vector::element(Vector::read(block.current, position - place, block.size), place);
+    const std::uint32_t key = Element::key(from);
+    int c = 0;
+    WEIGHTSYNC_UNROLL
+    for (int t = 0; t < kDeltaThresholds; ++t) {
+        c += t < parameters.num_thresholds && key >= parameters.thresholds[t] ? 1 : 0;
+    }
+    const DeltaRowStart& start = starts[position % kDeltaWarpElements / Vector::row_elements];
+    const std::uint32_t earlier = (1u << place) - 1;
+    // How many before it reach threshold t - 1: all, for t = 0; none behind the last.
+    const auto rank = [&](int t) {
+        if (t == 0) return position;
+        if (t > parameters.num_thresholds) return 0u;
+        const std::uint32_t within =
+            count_bits(Vector::reached_mask(vector, cuts.at[t - 1]) & earlier);
+        return base[t - 1] + start.reached[t - 1] + delta_field(before, t - 1) + within;
+    };
+    std::uint32_t down = 0;
+    const std::uint32_t code = delta_step_code<kind>(from, to, parameters.typical[key], &down);
+    stage.number[at] = static_cast<std::uint16_t>(rank(c) - rank(c + 1));
+    stage.label[at] = static_cast<std::uint8_t>(static_cast<std::uint32_t>(c) | down << 3);
+    stage.high[at] = code;
+    return delta_digest_term(block.seed,
+                             block.first_byte + std::uint64_t{position} * Element::bytes,
+                             block.word_shift, from, to);
+}
+
+}  // namespace weightsync::lanes
