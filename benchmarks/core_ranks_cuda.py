@@ -128,7 +128,7 @@ class Ranks:
             subprocess.Popen(
                 [sys.executable, __file__, *given, "--rank", str(rank)],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                env={**os.environ, "CUDA_VISIBLE_DEVICES": name_of_gpu(rank)},
+                env={**os.environ, "CUDA_VISIBLE_DEVICES": own_gpu_first(rank)},
             )
             for rank in range(size)
         ]  # fmt: skip
@@ -154,6 +154,11 @@ class Ranks:
         for child in self.children:
             child.kill()
             child.wait()
+
+
+def own_gpu_first(rank: int) -> str:
+    """Both, so that ranks may map each other's memory."""
+    return ",".join(name_of_gpu(index) for index in (rank, 1 - rank))
 
 
 def name_of_gpu(index: int) -> str:
