@@ -29,6 +29,7 @@ def serve(pipe: Pipe) -> None:
     pipe.send("ready")
     while (command := pipe.receive()) != "stop":
         pipe.send(globals()[f"_{command['do']}"](engine, task["rank"], command))
+    engine.close()
     dist.destroy_process_group()
     pipe.send("stopped")
 

@@ -137,6 +137,15 @@ class DecodeGraphs:
                 raise self._group.lost(f"a decode step did not end within {_LOST_S:.0f} s")
             time.sleep(_POLL_S)
 
+    def close(self) -> None:
+        """Destroy the graphs, once the device is done with them."""
+        torch.cuda.synchronize(self.state.device)
+        self.give_up()
+        for graph in self._graphs.values():
+            graph.reset()
+        self._graphs.clear()
+        self._found.clear()
+
     # --- capturing ------------------------------------------------------------------------------------
 
     def _result_slot(self) -> tuple[Tensor, Tensor, Any]:

@@ -352,6 +352,24 @@ class Engine:
         """End the engine's thread after its step; requests that still run stay where they are."""
         self._loop.stop(limit_s)
 
+    def close(self, *, limit_s: float = 60.0) -> None:
+        """Stop for good: requests fail, and decode graphs go. Idempotent.
+
+        Of several ranks each calls it, before it destroys their process group: NCCL waits for graphs
+        that hold its kernels.
+        """
+        self.stop(limit_s=limit_s)
+        self._boundary.alone(self._let_go, Deadline(limit_s, peer="the engine", stage="close"))
+
+    def _let_go(self) -> None:
+        self._refusal = self._agreed_refusal = "it was closed"
+        if self._decode is not None:
+            self._decode.give_up()
+        self._ledger.fail_all(_refused(self._refusal))
+        if isinstance(self.decode_steps, DecodeGraphs):
+            self.decode_steps.close()
+        self.decode_steps = self._decode = None
+
     def __enter__(self) -> Self:
         self.start()
         return self

@@ -431,3 +431,15 @@ def test_a_step_that_raises_fails_its_requests_and_the_thread_lives_on(
 
 def test_no_prompts_are_no_outputs(bf16: Path) -> None:
     assert small_engine(bf16).generate([], SamplingParams()) == []
+
+
+def test_a_closed_engine_fails_what_is_left_and_takes_nothing_new(directory: Path) -> None:
+    engine = small_engine(directory)
+    left = engine.submit(prompts(5), params(max_tokens=100))
+    engine.step()
+    engine.close()
+    engine.close()
+    with pytest.raises(TaintedError, match="it was closed"):
+        engine.wait(left)
+    with pytest.raises(TaintedError, match="it was closed"):
+        engine.generate(prompts(5), params())
