@@ -38,12 +38,16 @@ def same(net: Any, other: Any) -> bool:
     return all(torch.equal(a.cpu().view(torch.int16), b.cpu().view(torch.int16)) for a, b in pairs)
 
 
-@pytest.mark.parametrize("trainer_device", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    ("trainer_device", "snapshot"), [("cpu", "host"), ("cuda", "host"), ("cuda", "device")]
+)
 @pytest.mark.parametrize("placement", ["staged", "in_place"])
-def test_full_versions_and_deltas(tmp_path: Path, placement: str, trainer_device: str) -> None:
+def test_full_versions_and_deltas(
+    tmp_path: Path, placement: str, trainer_device: str, snapshot: Any
+) -> None:
     net, served = module(0, trainer_device), module(1, "cuda")
     with (
-        StoreSender(tmp_path, "run", StoreOptions()) as sender,
+        StoreSender(tmp_path, "run", StoreOptions(snapshot=snapshot)) as sender,
         Receiver(ModuleAdapter(served)) as receiver,
     ):
         follower = receiver.follow(tmp_path, placement=placement)
@@ -52,6 +56,7 @@ def test_full_versions_and_deltas(tmp_path: Path, placement: str, trainer_device
                 update.send(net)
             assert update.report is not None
             report = follower.pull()
+            assert update.report.on_host == {}
             assert report.kinds == (("delta",) if version else ("full",))
             assert same(net, served)
             assert receiver.version == version
