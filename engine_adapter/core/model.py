@@ -14,6 +14,7 @@ from engine_adapter.core.batch import StepBatch
 from engine_adapter.core.config import ModelConfig, read_config
 from engine_adapter.core.cuda_products import CudaProduct
 from engine_adapter.core.gate import choose_gate
+from engine_adapter.core.grouped_products import grouped_rows_are_their_own
 from engine_adapter.core.heads import HeadShape, place_heads
 from engine_adapter.core.kv_cache import KvCache
 from engine_adapter.core.layers import (
@@ -73,13 +74,17 @@ class DecoderModel:
         chosen = parse_products(products)
         product = choose_product(chosen, dtype, self.device)
         gate = choose_gate(chosen, dtype, self.device)
-        self._has_grouped_experts = isinstance(product, CudaProduct) and dtype is torch.bfloat16
         self._norm_rows = choose_norm(chosen, dtype, self.device)
         self._add_norm = choose_add_norm(self._norm_rows)
         self._dense = Compute(product, group if self.shards.tp_size > 1 else ALONE, gate)
         self._sparse = Compute(product, group, gate)
         self.max_positions = _positions(config, max_positions)
         specs = storage_specs(config, self.shards)
+        self._has_grouped_experts = (
+            isinstance(product, CudaProduct)
+            and dtype is torch.bfloat16
+            and grouped_rows_are_their_own(_expert_shapes(specs), dtype, self.device)
+        )
         #: Rows of a step below which products pad it.
         self.least_rows = 1
         if isinstance(product, CudaProduct):
@@ -283,6 +288,12 @@ def _positions(config: ModelConfig, wanted: int | None) -> int:
 def _product_shapes(specs: Sequence[StorageSpec]) -> list[tuple[int, int]]:
     """Of every weight that rows are multiplied with: [out, in]."""
     return [(spec.shape[0], spec.shape[1]) for spec in specs if len(spec.shape) == 2]
+
+
+def _expert_shapes(specs: Sequence[StorageSpec]) -> list[tuple[int, int, int]]:
+    """Of every weight that holds experts: [experts, out, in]."""
+    shapes = [spec.shape for spec in specs if len(spec.shape) == 3]
+    return [(shape[0], shape[1], shape[2]) for shape in shapes]
 
 
 def _allocate(

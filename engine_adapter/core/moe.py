@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from engine_adapter.core.grouped_products import grouped_product
 from engine_adapter.core.layers import Compute
 from engine_adapter.core.products import Product
 
@@ -87,8 +87,8 @@ class GroupedExpertsMlp(ExpertsMlp):
         ends = torch.arange(num_here, device=states.device)
         offsets = torch.searchsorted(ordered, ends, right=True).int()
         rows = states[order // self.top_k]
-        inner = self.compute.gate(F.grouped_mm(rows, self.gate_up.transpose(1, 2), offs=offsets))
-        out = F.grouped_mm(inner, self.down.transpose(1, 2), offs=offsets)
+        inner = self.compute.gate(grouped_product(rows, self.gate_up, offsets))
+        out = grouped_product(inner, self.down, offsets)
         back = torch.empty_like(order).scatter_(
             0, order, torch.arange(len(order), device=order.device)
         )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine_adapter.core import cuda_products
+from engine_adapter.core import cuda_products, grouped_products
 from engine_adapter.core.cuda_products import (
     ANCHOR_ROWS,
     RowRange,
@@ -16,6 +18,7 @@ from engine_adapter.core.cuda_products import (
     product_within,
     tried_rows,
 )
+from engine_adapter.core.grouped_products import grouped_rows_are_their_own
 
 CPU = torch.device("cpu")
 
@@ -76,6 +79,35 @@ def test_the_range_is_around_the_anchor(
         cuda_products, "_ROW_COUNTS", (1, 2, 3, 4, 16, 17, 64, 100, 513, 640, 1000, 2048)
     )
     assert find_range((5, 256), torch.bfloat16, CPU) == RowRange(*expected)
+
+
+@pytest.mark.parametrize("bad", [(), (1, 1), (100, 128), (2048, 2048)])
+def test_groups_of_other_sums_are_seen(
+    bad: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An expert with ``bad`` numbers of rows sums in another order."""
+
+    def grouped(states: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
+        found, start = [torch.zeros(0, weights.shape[1]).bfloat16()], 0
+        for weight, end in zip(weights, offsets.tolist(), strict=True):
+            rows = states[start:end]
+            if bad and bad[0] <= len(rows) <= bad[1]:
+                rows, weight = rows.flip(1), weight.flip(1)
+            found += [(row.float() @ weight.float().T).bfloat16() for row in torch.split(rows, 1)]
+            start = end
+        return torch.cat(found)
+
+    monkeypatch.setattr(grouped_products, "grouped_product", grouped)
+    monkeypatch.setattr(grouped_products, "_proven", {})
+    shapes = [(3, 5, 256)]
+    with nullcontext() if not bad else pytest.warns(RuntimeWarning, match=r"\[3, 5, 256\]"):
+        assert grouped_rows_are_their_own(shapes, torch.bfloat16, CPU) is not bool(bad)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(8, 64, 64), (128, 1536, 2048), (128, 2048, 768)])
+def test_grouped_rows_are_their_own_on_a_gpu(shape: tuple[int, int, int]) -> None:
+    assert grouped_rows_are_their_own([shape], torch.bfloat16, torch.device("cuda:0"))
 
 
 def test_no_more_rows_are_tried_than_memory_allows() -> None:
