@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-
-from faults.nursery import Brood, Nursery
+from nursery import Brood, Nursery
 
 
 @pytest.fixture(scope="session")

@@ -14,10 +14,10 @@ from itertools import count
 from typing import Any
 
 import pytest
+from nursery import Brood, Nursery
 from processes import Child, Pipe
 from updating import attempt
 
-from faults.nursery import Brood, Nursery
 from faults.worker import (
     BUCKET_BYTES,
     LIMIT_S,

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from nursery import Brood
 from processes import ChildEnded
 from store.helpers import RUN, arrays, held_arrays
 
 from engine_adapter.fake import FakeEngine
-from faults.nursery import Brood
 from weightsync import rank_store, rank_work
 from weightsync.errors import TaintedError, WeightSyncError
 from weightsync.faults import FAULT_POINTS

@@ -7,8 +7,8 @@ same number of refits.
 from __future__ import annotations
 
 import pytest
+from nursery import Brood
 
-from faults.nursery import Brood
 from faults.skips import NEEDS_NIXL
 from faults.worker import LIMIT_S, ask
 

@@ -17,11 +17,11 @@ from itertools import count
 from typing import Any
 
 import pytest
+from nursery import Brood
 from processes import Child, ChildEnded
 
 from engine_adapter.fake import FakeEngine
 from faults.kill_table import Case, cases, rows
-from faults.nursery import Brood
 from faults.skips import NEEDS_NIXL
 from faults.worker import (
     BUCKET_BYTES,

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from nursery import Brood
 from processes import Child, open_fds
 
-from faults.nursery import Brood
 from faults.skips import NEEDS_NIXL
 from faults.worker import LIMIT_S, ask
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from nursery import Brood
 from processes import Child
 
-from faults.nursery import Brood
 from faults.worker import LIMIT_S, answer_of, ask
 
 pytestmark = pytest.mark.timeout(120)

@@ -10,10 +10,10 @@ from itertools import count
 from typing import Any
 
 import pytest
+from nursery import Brood
 from processes import Child
 
 from engine_adapter.fake import FakeEngine
-from faults.nursery import Brood
 from faults.worker import BUCKET_BYTES, LIMIT_S, OPAQUE, ask, check_seen, fill, root, weights
 from weightsync.errors import DeadlineError, TaintedError, UpdateFailedError
 from weightsync.receiver import Receiver

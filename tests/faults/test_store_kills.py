@@ -12,10 +12,10 @@ import threading
 from pathlib import Path
 
 import pytest
+from nursery import Brood
 from processes import ChildEnded
 from store.helpers import RUN, contents, held, published, weights
 
-from faults.nursery import Brood
 from weightsync.faults import FAULT_POINTS
 from weightsync.store import LocalCheckpoint, Publisher, Store, collect
 

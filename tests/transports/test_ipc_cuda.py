@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from nursery import fork_with_torch
 from processes import Child, Pipe, open_fds
 
 from engine_adapter.module import ModuleAdapter
@@ -316,7 +317,7 @@ class _FarTrainer:
 
 @contextmanager
 def far_trainer(env: Mapping[str, str] | None = None) -> Iterator[_FarTrainer]:
-    with Child("transports.test_ipc_cuda:trainer", env) as child:
+    with fork_with_torch("transports.test_ipc_cuda:trainer", env) as child:
         yield _FarTrainer(child)
 
 

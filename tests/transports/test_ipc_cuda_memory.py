@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 from cuda_vmm import VmmBlock
-from processes import Child, Pipe, open_fds
+from nursery import fork_with_torch
+from processes import Pipe, open_fds
 
 from engine_adapter.module import ModuleAdapter
 from transports import test_ipc_cuda as base
@@ -76,7 +77,7 @@ class _Trainer(base._Trainer):
 
 @contextmanager
 def far_trainer(env: dict[str, str] | None = None) -> Iterator[base._FarTrainer]:
-    with Child("transports.test_ipc_cuda_memory:trainer", env) as child:
+    with fork_with_torch("transports.test_ipc_cuda_memory:trainer", env) as child:
         yield base._FarTrainer(child)
 
 

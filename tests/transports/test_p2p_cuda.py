@@ -17,7 +17,7 @@ from transports.test_ipc_cuda import assert_holds, engine, far_trainer, fill, ma
 from weightsync import native
 from weightsync.errors import PeerLostError, ProtocolError, SlowPathError, UnavailableError
 from weightsync.sender import Sender
-from weightsync.transports import p2p_cuda
+from weightsync.transports import p2p_cuda, p2p_cuda_probe
 from weightsync.transports.base import Transport
 from weightsync.transports.cuda_allocations import Sharing
 from weightsync.transports.nixl_binding import NIXL_MODULES, Span
@@ -47,7 +47,15 @@ KEPT_BYTES = 256 * 2**20
 @pytest.mark.gpu
 @needs_nixl
 class TestContract(OnCuda, FullContract):
-    """Both ends in one process, where UCX does not take cuda_ipc: right, and not fast."""
+    """Both ends in one process, where UCX does not take cuda_ipc: right, and not fast.
+
+    Each test connects, which measures a rate through the host there; here a shorter look will do.
+    """
+
+    @pytest.fixture(autouse=True)
+    def _short_probe(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(p2p_cuda_probe, "PROBE_BYTES", 16 * 2**20)
+        monkeypatch.setattr(p2p_cuda_probe, "_ROUNDS", 1)
 
     def make_transport(self) -> Transport:
         return P2pTransport()

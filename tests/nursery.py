@@ -1,14 +1,18 @@
-"""Processes for the fault tests, forked from one that has imported everything: a start takes ~10 ms.
+"""Processes for tests, forked from one that has imported everything: a start takes ~10 ms.
 
 A forked process becomes a child of the process of the tests (which is its subreaper meanwhile), so
 that it can be stopped, killed and waited for like any other; it gets an environment of its own, and
-:mod:`weightsync.faults` reads ``WEIGHTSYNC_FAULT`` from that.
+:mod:`weightsync.faults` reads ``WEIGHTSYNC_FAULT`` from that. A process that forks never opens a GPU:
+each of its children makes a context of its own, and all of that is gone with the child.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
+import functools
+import gc
 import importlib
 import json
 import os
@@ -20,7 +24,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from processes import TESTS, Child, ChildEnded, Pipe
+from processes import TESTS, Child, ChildEnded, Pipe, open_fds
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -67,17 +71,16 @@ class ForkedChild(Child):
 
 
 class Nursery:
-    """Forks processes; a context manager."""
+    """Forks processes; a context manager. ``env``: what libraries read when they are loaded."""
 
-    def __init__(self, *preload: str) -> None:
+    def __init__(self, *preload: str, env: Mapping[str, str] | None = None) -> None:
         ours, theirs = socket.socketpair()
         self._socket = ours
-        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         path = os.pathsep.join([str(TESTS), str(TESTS.parent)])
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "faults.nursery", str(theirs.fileno()), *preload],
-                env={**os.environ, **_ENV, "PYTHONPATH": path},
+                [sys.executable, "-m", "nursery", str(theirs.fileno()), *preload],
+                env={**os.environ, **(_ENV if env is None else env), "PYTHONPATH": path},
                 pass_fds=[theirs.fileno()],
             )
 
@@ -86,12 +89,23 @@ class Nursery:
         read_in, write_in = os.pipe()
         read_out, write_out = os.pipe()
         order = {"function": function, "env": dict(env)}
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        try:
+            return self._send(order, (read_in, write_in), (read_out, write_out))
+        finally:
+            _prctl(_PR_SET_CHILD_SUBREAPER, 0)
+
+    def _send(self, order: dict[str, Any], into: tuple[int, int], out: tuple[int, int]) -> Child:
+        (read_in, write_in), (read_out, write_out) = into, out
         socket.send_fds(self._socket, [json.dumps(order).encode()], [read_in, write_out])
         os.close(read_in)
         os.close(write_out)
-        answer = self._socket.recv(64)
-        if not answer:
-            raise RuntimeError("the process that forks is gone")
+        answer = b""
+        while not answer.endswith(b"\n"):
+            part = self._socket.recv(64)
+            if not part:
+                raise RuntimeError("the process that forks is gone")
+            answer += part
         stdin, stdout = os.fdopen(write_in, "wb", 0), os.fdopen(read_out, "rb", 0)
         return ForkedChild(_ForkedProcess(int(answer), stdin, stdout))
 
@@ -102,7 +116,23 @@ class Nursery:
         self._socket.close()
         self._process.kill()
         self._process.wait(timeout=30)
-        _prctl(_PR_SET_CHILD_SUBREAPER, 0)
+
+
+@functools.cache
+def _torch_nursery(env: tuple[tuple[str, str], ...]) -> Nursery:
+    nursery = Nursery("torch", "weightsync.sender", "transports.test_ipc_cuda", env=dict(env))
+    atexit.register(nursery.__exit__)
+    return nursery
+
+
+def fork_with_torch(function: str, env: Mapping[str, str] | None = None) -> Child:
+    """A new process that has imported torch and has no GPU open, in this process's environment.
+
+    ``env`` comes on top of that, and was there when torch was imported.
+    """
+    own = dict(env or {})
+    loaded = {name: value for name, value in own.items() if not name.startswith("WEIGHTSYNC_")}
+    return _torch_nursery(tuple(sorted(loaded.items()))).fork(function, {**os.environ, **own})
 
 
 class Brood:
@@ -162,6 +192,7 @@ def _serve(sock: socket.socket) -> None:
                 sock.send(str(pid).encode())
                 os._exit(0)
             os.waitpid(between, 0)
+            sock.send(b"\n")  # from here on it is a child of the tests' process
 
 
 def _run(order: Mapping[str, Any], fds: list[int], between: int) -> None:
@@ -189,6 +220,10 @@ def _main() -> None:
     fd, *preload = sys.argv[1:]
     for module in preload:
         importlib.import_module(module)
+    if any("nvidia" in path for path in open_fds().values()):
+        raise RuntimeError(f"importing {preload} opened a GPU: what is forked could not use it")
+    gc.collect()
+    gc.freeze()  # children that collect look at what is theirs
     with socket.socket(fileno=int(fd)) as sock:
         _serve(sock)
 
