@@ -83,19 +83,19 @@ class DeltaEncoder {
             cuda_->run(&batch_, pointer<const std::uint64_t>(digests_ptr), stream, num_threads);
         } else {
             arena_.clear();
-            run_delta_batch(&batch_, pointer<const std::uint64_t>(digests_ptr), capacity_, &arena_);
+            run_delta_batch(&batch_, pointer<const std::uint64_t>(digests_ptr), capacity_,
+                            &results_, &arena_);
         }
-        return delta_batch_layout(&batch_);
+        return delta_batch_layout(&batch_, num_threads);
     }
-    // By span: what became of it, where its record begins, and its bytes.
-    py::list outcomes() const {
-        py::list found;
+    // Writes int64 [spans, 3]: what became of it, where its record begins, and its bytes.
+    void outcomes(std::uintptr_t out_ptr) const {
+        auto* out = pointer<std::int64_t>(out_ptr);
         for (std::size_t row = 0; row < batch_.rows.size(); ++row) {
-            found.append(py::make_tuple(static_cast<std::int64_t>(batch_.outcomes[row]),
-                                        batch_.offsets[row],
-                                        batch_.offsets[row + 1] - batch_.offsets[row]));
+            *out++ = static_cast<std::int64_t>(batch_.outcomes[row]);
+            *out++ = batch_.offsets[row];
+            *out++ = batch_.offsets[row + 1] - batch_.offsets[row];
         }
-        return found;
     }
     void write(std::uintptr_t payload_ptr, std::uintptr_t digests_ptr, int num_threads) const {
         delta_batch_write(batch_, pointer<unsigned char>(payload_ptr),
@@ -111,17 +111,18 @@ class DeltaEncoder {
   private:
     std::uint32_t capacity_;
     std::unique_ptr<CudaDeltaEncoder> cuda_;
+    std::vector<DeltaBlockResult> results_;
     std::vector<unsigned char> arena_;
     DeltaBatch batch_;
 };
 
 void bind_encoder(py::module_& module) {
     py::class_<DeltaEncoder>(module, "DeltaEncoder")
-        .def(py::init<int, std::uint32_t>(), py::arg("device"), py::arg("capacity") = 384)
+        .def(py::init<int, std::uint32_t>(), py::arg("device"), py::arg("capacity") = 288)
         .def("run", &DeltaEncoder::run, py::arg("rows_ptr"), py::arg("num_rows"),
              py::arg("digests_ptr"), py::arg("stream"), py::arg("num_threads"),
              py::call_guard<py::gil_scoped_release>())
-        .def("outcomes", &DeltaEncoder::outcomes)
+        .def("outcomes", &DeltaEncoder::outcomes, py::arg("out_ptr"))
         .def("write", &DeltaEncoder::write, py::arg("payload_ptr"), py::arg("digests_ptr"),
              py::arg("num_threads"), py::call_guard<py::gil_scoped_release>())
         .def("seconds", &DeltaEncoder::seconds)

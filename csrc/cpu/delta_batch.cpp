@@ -41,8 +41,7 @@ SpanSizes sizes_of(const DeltaBatch& batch, std::size_t row) {
                          delta_parameter_bytes(batch.parameters[row]) +
                          (place.num_blocks() + 1) / 2;
     bool is_changed = false;
-    const DeltaBlockResult* results =
-        &batch.results[static_cast<std::size_t>(batch.first_block[row])];
+    const DeltaBlockResult* results = batch.results + batch.first_block[row];
     for (std::int64_t b = 0; b < place.num_blocks(); ++b) {
         const DeltaBlockResult& result = results[b];
         if (result.status != DeltaBlockStatus::done) return {0, DeltaOutcome::dense_block};
@@ -120,7 +119,6 @@ DeltaBatch delta_batch(const DeltaSpanRow* rows, std::int64_t num_rows) {
     }
     batch.first_block.push_back(blocks);
     batch.parameters.resize(batch.rows.size());
-    batch.results.resize(static_cast<std::size_t>(blocks));
     return batch;
 }
 
@@ -144,15 +142,19 @@ void delta_batch_choose(DeltaBatch* batch, const DeltaSampleCounts* counts, int 
     });
 }
 
-std::int64_t delta_batch_layout(DeltaBatch* batch) {
+std::int64_t delta_batch_layout(DeltaBatch* batch, int num_threads) {
+    const std::size_t rows = batch->rows.size();
+    std::vector<SpanSizes> sizes(rows);
+    for_all(static_cast<std::int64_t>(rows), num_threads, [&](std::int64_t i) {
+        sizes[static_cast<std::size_t>(i)] = sizes_of(*batch, static_cast<std::size_t>(i));
+    });
     batch->outcomes.clear();
     batch->offsets.clear();
     std::int64_t total = 0;
-    for (std::size_t row = 0; row < batch->rows.size(); ++row) {
-        const SpanSizes sizes = sizes_of(*batch, row);
-        batch->outcomes.push_back(sizes.outcome);
+    for (const SpanSizes& size : sizes) {
+        batch->outcomes.push_back(size.outcome);
         batch->offsets.push_back(total);
-        total += sizes.record_bytes;
+        total += size.record_bytes;
     }
     batch->offsets.push_back(total);
     return total;

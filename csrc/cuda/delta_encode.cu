@@ -12,8 +12,8 @@ namespace {
 
 using namespace lanes;
 
-// Changes of one warp that shared memory holds: three blocks of threads a multiprocessor.
-constexpr std::uint32_t kCapacity = 384;
+// Changes of one warp that shared memory holds: four blocks of threads a multiprocessor.
+constexpr std::uint32_t kCapacity = 288;
 constexpr unsigned kFull = 0xFFFFFFFFu;
 
 // A warp; see SoloTeam.
@@ -42,6 +42,21 @@ struct WarpTeam {
         }
         __syncwarp();
         return running;
+    }
+    template <typename Cost>
+    __device__ std::uint32_t least(std::uint32_t count, const Cost& cost) const {
+        std::uint64_t fewest = lane < count ? cost(lane) : ~std::uint64_t{0};
+        std::uint32_t best = lane;
+#pragma unroll
+        for (int distance = 1; distance < static_cast<int>(kWarpLanes); distance *= 2) {
+            const std::uint64_t other = __shfl_xor_sync(kFull, fewest, distance);
+            const std::uint32_t i = __shfl_xor_sync(kFull, best, distance);
+            if (other < fewest || (other == fewest && i < best)) {
+                fewest = other;
+                best = i;
+            }
+        }
+        return best;
     }
 };
 
@@ -202,6 +217,11 @@ __device__ __forceinline__ void encode_block(const Launch& launch, const DeltaBl
         cuda::warp_sum(turn<kind>(block, stage, *parameters, shared->cuts, &counts, warp, lane));
     if (lane == 0) atomicAdd(&shared->digest, static_cast<unsigned long long>(sum));
     __syncthreads();
+    // A warp a class: what one thread does, another of its warp would have to wait for.
+    if (lane == 0 && warp <= kDeltaClasses) {
+        delta_measure_class(block.size, *parameters, static_cast<int>(warp), &counts);
+    }
+    __syncthreads();
     if (thread == 0) delta_choose_mode(block.size, *parameters, &counts);
     __syncthreads();
     const WarpTeam team{lane};
@@ -246,7 +266,7 @@ __device__ __forceinline__ void encode_block(const Launch& launch, const DeltaBl
 }
 
 template <DeltaKind kind>
-__global__ __launch_bounds__(kDeltaThreads, 3) void encode_kernel(Launch launch) {
+__global__ __launch_bounds__(kDeltaThreads, 4) void encode_kernel(Launch launch) {
     extern __shared__ __align__(16) unsigned char memory[];
     __shared__ Shared shared;
     __shared__ __align__(8) unsigned char parameters[sizeof(DeltaParameters)];
@@ -497,7 +517,7 @@ void CudaDeltaEncoder::run(DeltaBatch* batch, const std::uint64_t* digests, std:
         s.seconds[part] = end_s - start_s;
         start_s = end_s;
     };
-    const std::size_t blocks = batch->results.size();
+    const auto blocks = static_cast<std::size_t>(batch->num_blocks());
     Launch launch{};
     launch.rows = s.upload(&s.rows, batch->rows);
     launch.first_block = s.upload(&s.first_block, batch->first_block);
@@ -523,7 +543,7 @@ void CudaDeltaEncoder::run(DeltaBatch* batch, const std::uint64_t* digests, std:
     const std::size_t bytes = blocks * sizeof(DeltaBlockResult);
     unsigned char* const results = s.pinned_results.fit(bytes, s.device);
     s.download(results, launch.results, bytes);
-    std::copy_n(reinterpret_cast<const DeltaBlockResult*>(results), blocks, batch->results.data());
+    batch->results = reinterpret_cast<DeltaBlockResult*>(results);
     unsigned char* const arena = s.pinned_arena.fit(used, s.device);
     if (used > 0) s.download(arena, launch.arena, used);
     batch->arena = arena;

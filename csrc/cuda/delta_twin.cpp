@@ -29,6 +29,9 @@ class BlockTwin {
         if (!fits) result->status = DeltaBlockStatus::crowded;
         if (!fits || counts_.num_changed == 0) return;
         for (std::uint32_t warp = 0; warp < kDeltaWarps; ++warp) turn(warp, result);
+        for (int c = 0; c <= kDeltaClasses; ++c) {
+            delta_measure_class(block_.size, parameters_, c, &counts_);
+        }
         delta_choose_mode(block_.size, parameters_, &counts_);
         const bool is_gaps = counts_.mode == DeltaMode::gaps;
         result->mode = static_cast<std::uint32_t>(counts_.mode);
@@ -130,7 +133,9 @@ void run_kind(DeltaBatch* batch, const std::uint64_t* digests, std::uint32_t cap
 }  // namespace
 
 void run_delta_batch(DeltaBatch* batch, const std::uint64_t* digests, std::uint32_t capacity,
-                     std::vector<unsigned char>* arena) {
+                     std::vector<DeltaBlockResult>* results, std::vector<unsigned char>* arena) {
+    results->resize(static_cast<std::size_t>(batch->num_blocks()));
+    batch->results = results->data();
     for (std::size_t row = 0; row < batch->rows.size(); ++row) {
         const DeltaSpanRow& span = batch->rows[row];
         batch->parameters[row] =

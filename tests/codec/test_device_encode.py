@@ -49,7 +49,7 @@ class Held:
 
 
 def check(
-    dtype: str, old: npt.NDArray[Any], new: npt.NDArray[Any], device: str, capacity: int = 384
+    dtype: str, old: npt.NDArray[Any], new: npt.NDArray[Any], device: str, capacity: int = 288
 ) -> list[Outcome]:
     """Outcomes by span; whatever was coded is what the CPU codes, digests too."""
     before, after = flat(old), flat(new)

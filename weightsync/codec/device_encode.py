@@ -12,6 +12,7 @@ from enum import Enum
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from weightsync import native
 from weightsync.codec.spans import Bytes, Digests
@@ -36,9 +37,12 @@ class Outcome(Enum):
         }.get(self, "")
 
 
+_OUTCOMES = tuple(Outcome)
+
+
 @dataclass(frozen=True, eq=False)
 class DeviceSpans:
-    """Spans in both versions: addresses on the device (multiples of 16), and the digests of all old
+    """Spans (a list that is not changed afterwards) in both versions: addresses on the device (multiples of 16), and the digests of all old
     blocks (uint64, spans in turn), of which those of coded spans become those of the new ones."""
 
     places: Sequence[Place]
@@ -51,12 +55,14 @@ class SpanEncoder:
     """Codes spans on ``device``; keeps its memory there from call to call: a payload, and 32 bytes a
     block of 65,536 elements. On the CPU the same code runs over memory of this process, for tests."""
 
-    def __init__(self, device: str, capacity: int = 384) -> None:
+    def __init__(self, device: str, capacity: int = 288) -> None:
         self._device = device
         index = -1 if device == CPU else cuda_index(device)
         self._stream = 0 if device == CPU else stream_of(index)
         with cuda_errors(device):
             self._core: Any = native.extension.DeltaEncoder(index, capacity)
+        self._places: Sequence[Place] | None = None
+        self._table: npt.NDArray[np.uint64] = np.empty((0, 7), dtype=np.uint64)
         #: What the records of the last call lie in.
         self.payload: Bytes = np.empty(0, dtype=np.uint8)
         self._spare: Bytes = np.empty(0, dtype=np.uint8)
@@ -69,13 +75,7 @@ class SpanEncoder:
         Raises :class:`ValueError` for an address that is no multiple of 16, and
         :class:`TransportError`.
         """
-        rows = np.array(
-            [
-                (old, new, p.kind.value, p.start_element, p.num_elements, p.seed, p.word_bytes)
-                for p, old, new in zip(spans.places, spans.old_ptrs, spans.new_ptrs, strict=True)
-            ],
-            dtype=np.uint64,
-        ).reshape(-1, 7)
+        rows = self._rows(spans)
         digests = spans.digests
         with cuda_errors(self._device):
             num_bytes = self._core.run(
@@ -87,11 +87,31 @@ class SpanEncoder:
         self._core.write(payload.ctypes.data, digests.ctypes.data, num_threads)
         self.payload, data = payload, payload.data
         found: list[tuple[Outcome, memoryview | None]] = []
-        for code, start, size in self._core.outcomes():
-            outcome = Outcome(code)
+        outcomes = np.empty((len(rows), 3), dtype=np.int64)
+        self._core.outcomes(outcomes.ctypes.data)
+        for code, start, size in outcomes.tolist():
+            outcome = _OUTCOMES[code]
             record = data[start : start + size] if outcome is Outcome.CODED else None
             found.append((outcome, record))
         return found
+
+    def _rows(self, spans: DeviceSpans) -> npt.NDArray[np.uint64]:
+        """The native table; all but the addresses is kept for the next call with the same list."""
+        if self._places is not spans.places:
+            self._places = spans.places
+            self._table = np.array(
+                [
+                    (0, 0, p.kind.value, p.start_element, p.num_elements, p.seed, p.word_bytes)
+                    for p in spans.places
+                ],
+                dtype=np.uint64,
+            ).reshape(-1, 7)
+        if not len(spans.old_ptrs) == len(spans.new_ptrs) == len(self._table):
+            raise ValueError(
+                f"{len(self._table)} spans, {len(spans.old_ptrs)} and {len(spans.new_ptrs)} addresses"
+            )
+        self._table[:, 0], self._table[:, 1] = spans.old_ptrs, spans.new_ptrs
+        return self._table
 
     def recycle(self, payload: Bytes) -> None:
         """Memory of records that nobody looks at any more, for later ones: fresh pages take longer

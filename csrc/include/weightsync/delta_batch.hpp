@@ -58,21 +58,24 @@ struct DeltaBatch {
     std::vector<DeltaSpanRow> rows;
     std::vector<std::int64_t> first_block;  // by row, and the number of all blocks
     std::vector<DeltaParameters> parameters;
-    std::vector<DeltaBlockResult> results;
+    // Of all blocks; of whoever coded them, like the arena.
+    DeltaBlockResult* results = nullptr;
     const unsigned char* arena = nullptr;  // of the host
+
+    std::int64_t num_blocks() const { return first_block.back(); }
     // Filled by delta_batch_layout, by row.
     std::vector<DeltaOutcome> outcomes;
     std::vector<std::int64_t> offsets;  // of records in the payload, and its size
 };
 
-// Throws std::invalid_argument for a row that cannot be.
+// Throws std::invalid_argument for a row that cannot be. Its results and arena are still to come.
 DeltaBatch delta_batch(const DeltaSpanRow* rows, std::int64_t num_rows);
 
 // Blocks of one kind, in order.
 std::vector<DeltaBlockUnit> delta_units(const DeltaBatch& batch, DeltaKind kind);
 
 // What becomes of each span, and where its record goes; returns the bytes of the payload.
-std::int64_t delta_batch_layout(DeltaBatch* batch);
+std::int64_t delta_batch_layout(DeltaBatch* batch, int num_threads);
 
 // Writes all records, and the digests (one a block of the batch) of what was coded.
 void delta_batch_write(const DeltaBatch& batch, unsigned char* payload, std::uint64_t* digests,
@@ -84,7 +87,7 @@ void delta_batch_choose(DeltaBatch* batch, const DeltaSampleCounts* counts, int 
 // The CPU's twin of the launches, for tests: rows of this process's memory. `capacity` is that of a
 // warp's stage: what is crowded there is done again with room for all, as on a device.
 void run_delta_batch(DeltaBatch* batch, const std::uint64_t* digests, std::uint32_t capacity,
-                     std::vector<unsigned char>* arena);
+                     std::vector<DeltaBlockResult>* results, std::vector<unsigned char>* arena);
 
 // Codes on a device; see cuda_tables.hpp for what holds of streams and errors. Keeps its memory
 // from run to run.

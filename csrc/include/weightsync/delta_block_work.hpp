@@ -16,6 +16,8 @@ struct DeltaBlockCounts {
     std::uint32_t num_changed;
     std::uint32_t reached[kDeltaThresholds];  // of the block
     std::uint32_t class_changes[kDeltaClasses];
+    std::uint32_t class_sizes[kDeltaClasses];
+    std::uint32_t class_bits[kDeltaClasses + 1];
     DeltaClass classes[kDeltaClasses];
     int num_classes;
     DeltaMode mode;
@@ -47,20 +49,28 @@ WEIGHTSYNC_HD_INLINE bool delta_add_warps(const DeltaStage& stage, DeltaBlockCou
     return fits;
 }
 
-// By one thread, once the changes of all classes are counted.
+// By one thread a class, and one more: what its numbers take. Clears what is added to later.
+WEIGHTSYNC_HD_INLINE void delta_measure_class(std::uint32_t size, const DeltaParameters& parameters,
+                                              int c, DeltaBlockCounts* counts) {
+    const int num_classes = parameters.num_thresholds + 1;
+    if (c > num_classes) return;
+    if (c == num_classes) {
+        counts->class_bits[c] = DeltaNumbers::bits(counts->num_changed, size);
+        return;
+    }
+    const std::uint32_t from = c == 0 ? size : counts->reached[c - 1];
+    const std::uint32_t in_class = from - (c + 1 < num_classes ? counts->reached[c] : 0);
+    counts->class_sizes[c] = in_class;
+    counts->class_bits[c] = DeltaNumbers::bits(counts->class_changes[c], in_class);
+    for (std::uint32_t& length : counts->classes[c].lengths) length = 0;
+}
+
+// By one thread, once all classes are measured.
 WEIGHTSYNC_HD_INLINE void delta_choose_mode(std::uint32_t size, const DeltaParameters& parameters,
                                             DeltaBlockCounts* counts) {
-    std::uint32_t sizes[kDeltaClasses];
-    const int num_classes = parameters.num_thresholds + 1;
-    for (int c = 0; c < num_classes; ++c) {
-        const std::uint32_t from = c == 0 ? size : counts->reached[c - 1];
-        sizes[c] = from - (c + 1 < num_classes ? counts->reached[c] : 0);
-    }
-    counts->mode = delta_choose(size, num_classes, sizes, counts->class_changes, counts->classes,
+    counts->mode = delta_choose(size, parameters.num_thresholds + 1, counts->class_sizes,
+                                counts->class_changes, counts->class_bits, counts->classes,
                                 &counts->num_classes);
-    for (int c = 0; c < counts->num_classes; ++c) {
-        for (std::uint32_t& length : counts->classes[c].lengths) length = 0;
-    }
 }
 
 WEIGHTSYNC_HD_INLINE DeltaBlockPlace delta_block_place(const DeltaSpanRow& row,

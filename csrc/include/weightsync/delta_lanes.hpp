@@ -155,13 +155,11 @@ WEIGHTSYNC_HD_INLINE DeltaCounts delta_count(const Vec16& old, std::uint32_t cha
     using Vector = DeltaVector<kind>;
     DeltaCounts counts{count_bits(changed), 0};
     if (kind == DeltaKind::bytes || num_thresholds == 0) return counts;
-    counts.low |=
-        Vector::count_reached(old, cuts.at[0]) << 10 | Vector::count_reached(old, cuts.at[1]) << 20;
-    if (num_thresholds > 2) {
-        counts.high = Vector::count_reached(old, cuts.at[2]) |
-                      Vector::count_reached(old, cuts.at[3]) << 10 |
-                      Vector::count_reached(old, cuts.at[4]) << 20;
-    }
+    counts.low |= Vector::count_reached(old, cuts.at[0]) << 10;
+    if (num_thresholds > 1) counts.low |= Vector::count_reached(old, cuts.at[1]) << 20;
+    if (num_thresholds > 2) counts.high |= Vector::count_reached(old, cuts.at[2]);
+    if (num_thresholds > 3) counts.high |= Vector::count_reached(old, cuts.at[3]) << 10;
+    if (num_thresholds > 4) counts.high |= Vector::count_reached(old, cuts.at[4]) << 20;
     return counts;
 }
 

@@ -10,7 +10,8 @@ namespace weightsync::lanes {
 
 // A team that is one thread. Others have the same members: `each` calls f(i) for i < count;
 // `scan` calls f(i, sum of value(j) for j < i, value(i)) and returns the sum of all; what one call
-// wrote, the next may read. Every member of a team makes every call.
+// wrote, the next may read. `least` is the first i < count <= 32 of the lowest cost(i). Every
+// member of a team makes every call.
 struct SoloTeam {
     template <typename F>
     void each(std::uint32_t count, const F& f) const {
@@ -25,6 +26,17 @@ struct SoloTeam {
             before += one;
         }
         return before;
+    }
+    template <typename Cost>
+    std::uint32_t least(std::uint32_t count, const Cost& cost) const {
+        std::uint32_t best = 0;
+        std::uint64_t fewest = ~std::uint64_t{0};
+        for (std::uint32_t i = 0; i < count; ++i) {
+            const std::uint64_t one = cost(i);
+            if (one < fewest) best = i;
+            if (one < fewest) fewest = one;
+        }
+        return best;
     }
 };
 
@@ -191,17 +203,16 @@ WEIGHTSYNC_HD_INLINE void delta_measure(const Team& team, const DeltaStage& stag
     if (exceptions > 0) {
         int longest = 33;
         while (lengths[longest] == 0) --longest;
-        std::uint64_t fewest = ~std::uint64_t{0};
-        for (int one = 0; one <= (longest < 15 ? longest : 15); ++one) {
+        const auto orders = static_cast<std::uint32_t>(longest < 15 ? longest : 15) + 1;
+        order = static_cast<int>(team.least(orders, [&](std::uint32_t i) {
+            const int one = static_cast<int>(i);
             std::uint64_t total = 0;
             for (int b = 0; b <= longest; ++b) {
                 total += std::uint64_t{lengths[b]} *
                          static_cast<std::uint64_t>(b <= one ? one + 1 : 2 * b - one);
             }
-            if (total >= fewest) continue;
-            fewest = total;
-            order = one;
-        }
+            return total;
+        }));
     }
     const std::uint32_t code_bits = team.scan(
         exceptions, [&](std::uint32_t e) { return golomb_bits(codes[exception[e]] - 1, order); },
@@ -285,12 +296,12 @@ WEIGHTSYNC_HD_INLINE void delta_put_class(const Team& team, const DeltaStage& st
         });
 }
 
-// Sizes and mode from counts, by one thread: `sizes` and `changes` are those of the classes by
-// exponent; returns whether gaps of positions take fewer bits, and how many classes there are then.
+// Sizes and mode from counts, by one thread: `sizes`, `changes` and `bits` (of the numbers) are
+// those of the classes by exponent, the last of `bits` those of positions.
 WEIGHTSYNC_HD_INLINE DeltaMode delta_choose(std::uint32_t size, int num_classes,
                                             const std::uint32_t* sizes,
-                                            const std::uint32_t* changes, DeltaClass* classes,
-                                            int* count) {
+                                            const std::uint32_t* changes, const std::uint32_t* bits,
+                                            DeltaClass* classes, int* count) {
     std::uint32_t class_bits = 0;
     std::uint32_t begin = 0;
     for (int c = 0; c < num_classes; ++c) {
@@ -299,12 +310,10 @@ WEIGHTSYNC_HD_INLINE DeltaMode delta_choose(std::uint32_t size, int num_classes,
         classes[c].changes = changes[c];
         begin += changes[c];
         if (sizes[c] > 0) class_bits += 12;
-        if (changes[c] > 0) class_bits += DeltaNumbers::bits(changes[c], sizes[c]);
+        if (changes[c] > 0) class_bits += bits[c];
     }
     *count = num_classes;
-    if (num_classes > 1 && DeltaNumbers::bits(begin, size) + 12 > class_bits) {
-        return DeltaMode::classes;
-    }
+    if (num_classes > 1 && bits[num_classes] + 12 > class_bits) return DeltaMode::classes;
     classes[0].size = size;
     classes[0].begin = 0;
     classes[0].changes = begin;
