@@ -11,6 +11,12 @@
 
 namespace weightsync::bindings {
 
+// type, which a stub can name; pybind11's own metaclass serves static properties, of which we have
+// none.
+inline pybind11::metaclass plain_metaclass() {
+    return pybind11::metaclass(reinterpret_cast<PyObject*>(&PyType_Type));
+}
+
 void bind_segments(pybind11::module_& module);
 void bind_digest(pybind11::module_& module);
 void bind_process_read(pybind11::module_& module);

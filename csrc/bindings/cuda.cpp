@@ -90,10 +90,6 @@ void bind_digesting(py::class_<Table>& table) {
         });
 }
 
-// type, which a stub can name; pybind11's own metaclass serves static properties, of which we have
-// none.
-py::metaclass plain_metaclass() { return py::metaclass(reinterpret_cast<PyObject*>(&PyType_Type)); }
-
 void bind_tables(py::module_& module) {
     py::class_<SegmentTable>(module, "CudaSegmentTable", plain_metaclass())
         .def(py::init([](std::uintptr_t table_ptr, std::int64_t num_segments, int device) {

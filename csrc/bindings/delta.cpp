@@ -117,7 +117,7 @@ class DeltaEncoder {
 };
 
 void bind_encoder(py::module_& module) {
-    py::class_<DeltaEncoder>(module, "DeltaEncoder")
+    py::class_<DeltaEncoder>(module, "DeltaEncoder", plain_metaclass())
         .def(py::init<int, std::uint32_t>(), py::arg("device"), py::arg("capacity") = 288)
         .def("run", &DeltaEncoder::run, py::arg("rows_ptr"), py::arg("num_rows"),
              py::arg("digests_ptr"), py::arg("stream"), py::arg("num_threads"),
