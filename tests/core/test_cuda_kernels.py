@@ -77,7 +77,6 @@ class TestPagedCudaAttention(AttentionContract):
         for got, want in zip(last(PagedCudaAttention(stages, warps)), expected, strict=True):
             assert torch.equal(got, want)
 
-
     @pytest.mark.parametrize("dim", [32, 64, 128])
     @pytest.mark.parametrize("warps", [2, 4])
     def test_blocks_of_fewer_warps_change_nothing(self, dim: int, warps: int) -> None:
