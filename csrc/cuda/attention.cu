@@ -17,9 +17,8 @@ constexpr int kReservedBytes = 1024;
 
 struct Limits {
     int num_sms;
-    int block_bytes;   // shared memory that a block may have
-    int sm_bytes;      // and all blocks of a multiprocessor together
-    bool can_overlap;  // a kernel may be put in place while the one before it still runs
+    int block_bytes;  // shared memory that a block may have
+    int sm_bytes;     // and all blocks of a multiprocessor together
 };
 
 int attribute(cudaDeviceAttr name, int device) {
@@ -31,8 +30,7 @@ int attribute(cudaDeviceAttr name, int device) {
 Limits limits_of(int device) {
     return {attribute(cudaDevAttrMultiProcessorCount, device),
             attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
-            attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device),
-            attribute(cudaDevAttrComputeCapabilityMajor, device) >= 9};
+            attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device)};
 }
 
 template <typename Kernel>
@@ -48,23 +46,6 @@ struct Launch {
     int device;
     float scale_log2;
 
-    // For kernels that begin with wait_for_previous.
-    template <typename Kernel>
-    void launch_behind(Kernel kernel, const Limits& limits, dim3 grid, int num_threads,
-                       int shared_bytes, const char* what) const {
-        cudaLaunchAttribute overlap{};
-        overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-        overlap.val.programmaticStreamSerializationAllowed = 1;
-        cudaLaunchConfig_t config{};
-        config.gridDim = grid;
-        config.blockDim = dim3(static_cast<unsigned>(num_threads));
-        config.dynamicSmemBytes = static_cast<std::size_t>(shared_bytes);
-        config.stream = stream;
-        config.attrs = &overlap;
-        config.numAttrs = limits.can_overlap ? 1 : 0;
-        check(cudaLaunchKernelEx(&config, kernel, step, work, scale_log2), what, device);
-    }
-
     template <typename Tensor, int kDim, int kStages>
     void split(const Limits& limits, int num_warps) const {
         constexpr int warp_bytes = kStages * kTileBytes<kDim>;
@@ -74,8 +55,9 @@ struct Launch {
         const std::int64_t most = work.max_split * step.num_kv_heads;
         const auto blocks =
             static_cast<unsigned>(std::min<std::int64_t>(limits.num_sms * blocks_an_sm, most));
-        launch_behind(split_kernel<Tensor, kDim, kStages>, limits, dim3(blocks), num_warps * 32,
-                      num_warps * warp_bytes, "launch of split_kernel");
+        launch_behind(split_kernel<Tensor, kDim, kStages>, dim3(blocks), num_warps * 32,
+                      num_warps * warp_bytes, stream, device, "launch of split_kernel", step, work,
+                      scale_log2);
     }
 
     template <typename Tensor, int kDim>
@@ -96,9 +78,8 @@ struct Launch {
     void tiles_by() const {
         constexpr int num_bytes = tile_shared_bytes<kDim>(kWarps);
         allow_shared(tile_kernel<Tensor, kDim, kWarps>, num_bytes, device);
-        const dim3 grid(static_cast<unsigned>(work.max_tiles),
-                        static_cast<unsigned>(step.num_kv_heads),
-                        kTileEntries / (kWarps * kWarpRows));
+        const dim3 grid(static_cast<unsigned>(step.num_kv_heads),
+                        static_cast<unsigned>(work.max_tiles), kTileEntries / (kWarps * kWarpRows));
         tile_kernel<Tensor, kDim, kWarps>
             <<<grid, kWarps * 32, num_bytes, stream>>>(step, work, scale_log2);
         check(cudaGetLastError(), "launch of tile_kernel", device);
@@ -124,8 +105,8 @@ struct Launch {
             const dim3 grid(static_cast<unsigned>(step.num_sequences),
                             static_cast<unsigned>(step.num_kv_heads),
                             static_cast<unsigned>((work.partial_entries + entries - 1) / entries));
-            launch_behind(combine_kernel<Tensor, kDim>, limits, grid, kThreads, 0,
-                          "launch of combine_kernel");
+            launch_behind(combine_kernel<Tensor, kDim>, grid, kThreads, 0, stream, device,
+                          "launch of combine_kernel", step, work, scale_log2);
         }
         if (work.max_tiles > 0) tiles<Tensor, kDim>(limits);
     }

@@ -50,6 +50,7 @@ struct Entries {
 // Writes what a lane has of one of its entries, divided by the sum.
 template <typename Tensor, int kDim>
 __device__ void write_entry(const WarpSums<kDim>& sums, int half, std::uint16_t* out) {
+    const float share = __frcp_rn(sums.sum[half]);
     const int column = threadIdx.x % 4 * 2;
 #pragma unroll
     for (int block = 0; block < kDim / 8; ++block) {
@@ -57,7 +58,7 @@ __device__ void write_entry(const WarpSums<kDim>& sums, int half, std::uint16_t*
         const float low = __fadd_rn(0.0f, sums.values[block][2 * half]);
         const float high = __fadd_rn(0.0f, sums.values[block][2 * half + 1]);
         *reinterpret_cast<std::uint32_t*>(out + block * 8 + column) =
-            Tensor::pack(__fdiv_rn(low, sums.sum[half]), __fdiv_rn(high, sums.sum[half]));
+            Tensor::pack(__fmul_rn(low, share), __fmul_rn(high, share));
     }
 }
 

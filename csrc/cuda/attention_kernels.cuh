@@ -125,13 +125,13 @@ template <typename Tensor, int kDim, int kStages>
 __global__ __launch_bounds__(kThreads) void split_kernel(AttentionStep step, AttentionWork work,
                                                          float scale_log2) {
     extern __shared__ __align__(128) unsigned char memory[];
-    let_next_begin();
     wait_for_previous();
     const int warp = threadIdx.x / 32;
     const std::uint32_t ring = shared_address(memory);
     const std::int64_t total = work.counts->num_split * step.num_kv_heads;
     if (total <= gridDim.x && blockDim.x == kThreads &&
         dynamic_shared_bytes() >= BlockItem<Tensor, kDim>::num_bytes) {
+        let_next_begin();
         if (blockIdx.x < total) {
             BlockItem<Tensor, kDim>(step, work, memory, blockIdx.x).attend(scale_log2);
         }
@@ -191,8 +191,9 @@ __global__ __launch_bounds__(kThreads, 8) void combine_kernel(AttentionStep step
             values[1] = folded(values[1], found[i].y, fold);
         }
     }
+    const float share = __frcp_rn(sum);
     *reinterpret_cast<std::uint32_t*>(entries.output(step, entry) + column) =
-        Tensor::pack(__fdiv_rn(values[0], sum), __fdiv_rn(values[1], sum));
+        Tensor::pack(__fmul_rn(values[0], share), __fmul_rn(values[1], share));
 }
 
 }  // namespace weightsync::cuda

@@ -57,6 +57,7 @@ struct TileTotals {
     // Writes what the lane has of one of its entries, divided by the sum.
     template <typename Tensor>
     __device__ void write(int half, std::uint16_t* out) const {
+        const float share = __frcp_rn(sum[half]);
         const int column = threadIdx.x % 4 * 2;
 #pragma unroll
         for (int block = 0; block < kDim / 8; ++block) {
@@ -64,7 +65,7 @@ struct TileTotals {
             const float low = half == 0 ? found.x : found.z;
             const float high = half == 0 ? found.y : found.w;
             *reinterpret_cast<std::uint32_t*>(out + block * 8 + column) =
-                Tensor::pack(__fdiv_rn(low, sum[half]), __fdiv_rn(high, sum[half]));
+                Tensor::pack(__fmul_rn(low, share), __fmul_rn(high, share));
         }
     }
 };
@@ -123,14 +124,22 @@ template <int kDim>
 __device__ void copy_queries(const AttentionStep& step, const Entries& entries, int first_entry,
                              std::uint32_t target) {
     constexpr int kPieces = kDim / 8;
+    constexpr int kRowsAtOnce = 32 / kPieces;
     const int lane = threadIdx.x % 32;
+    const int piece = lane % kPieces;
+    const std::int64_t group_elements = entries.group * step.head_dim;
+    // Of the lane's entry: its row of the sequence, and its head among the group's.
+    std::int32_t row = (first_entry + lane / kPieces) / entries.group;
+    std::int32_t head = (first_entry + lane / kPieces) % entries.group;
+    const auto* first = static_cast<const std::uint16_t*>(step.query) +
+                        entries.first_row * step.query_stride + entries.kv_head * group_elements +
+                        piece * 8;
 #pragma unroll 4
-    for (int i = lane; i < kWarpRows * kPieces; i += 32) {
-        const int row = i / kPieces;
-        const int piece = i % kPieces;
-        const std::uint16_t* query = entries.query(step, first_entry + row);
-        copy_async(target + swizzled<kPieces>(row, piece) * 16,
-                   query == nullptr ? step.query : query + piece * 8, query != nullptr);
+    for (int i = lane / kPieces; i < kWarpRows; i += kRowsAtOnce) {
+        const bool is_there = row < entries.num_rows;
+        const std::int64_t place = is_there ? row * step.query_stride + head * step.head_dim : 0;
+        copy_async(target + swizzled<kPieces>(i, piece) * 16, first + place, is_there);
+        for (head += kRowsAtOnce; head >= entries.group; head -= entries.group) ++row;
     }
 }
 
@@ -141,11 +150,11 @@ __global__ __launch_bounds__(kWarps * 32, 1) void tile_kernel(AttentionStep step
                                                               AttentionWork work,
                                                               float scale_log2) {
     extern __shared__ __align__(128) unsigned char memory[];
-    // The last tiles of a sequence see most: they go first.
-    const std::int32_t place = work.counts->num_tiles - 1 - static_cast<std::int32_t>(blockIdx.x);
+    // The last tiles of a sequence see most: they go first, of all heads.
+    const std::int32_t place = work.counts->num_tiles - 1 - static_cast<std::int32_t>(blockIdx.y);
     if (place < 0) return;
     const TileItem item = work.tiles[place];
-    const Entries entries(step, item.sequence, static_cast<std::int32_t>(blockIdx.y));
+    const Entries entries(step, item.sequence, static_cast<std::int32_t>(blockIdx.x));
     const int block_first = item.first_entry + static_cast<int>(blockIdx.z) * kWarps * kWarpRows;
     if (block_first >= entries.size()) return;
     const int warp = threadIdx.x / 32;

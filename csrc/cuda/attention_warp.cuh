@@ -293,8 +293,10 @@ inline __device__ void attend_tokens(QueryAt&& query_at, std::uint32_t keys, std
     score_tokens<Tensor, kDim, kTiles>(query_at, keys, scores);
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
+        // A lone tile is masked without a branch, which would keep what follows from beginning.
         const bool sees_all = min(seen[tile][0], seen[tile][1]) >= kTokenTile;
-        if (!__all_sync(0xFFFFFFFFu, sees_all)) mask_scores(seen[tile], scores[tile]);
+        if (kTiles == 1 || !__all_sync(0xFFFFFFFFu, sees_all))
+            mask_scores(seen[tile], scores[tile]);
         weigh_scores<kDim>(scores[tile], scale_log2, sums[tile]);
     }
     add_values<Tensor, kDim, kTiles, kDim>(scores, values, 0, sums);

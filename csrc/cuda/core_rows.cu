@@ -13,7 +13,6 @@ namespace weightsync {
 namespace {
 
 using cuda::as_stream;
-using cuda::check;
 using cuda::checked_device;
 using cuda::DeviceScope;
 
@@ -126,6 +125,8 @@ __device__ void norm_row(std::int64_t width, float eps, const typename Type::Mem
 
 template <typename Type>
 __global__ __launch_bounds__(kMaxThreads) void norm_kernel(NormedRows rows) {
+    cuda::let_next_begin();
+    cuda::wait_for_previous();
     using Memory = typename Type::Memory;
     const std::int64_t row = blockIdx.x / rows.num_groups;
     const std::int64_t group = blockIdx.x % rows.num_groups;
@@ -140,6 +141,8 @@ __global__ __launch_bounds__(kMaxThreads) void norm_kernel(NormedRows rows) {
 
 template <typename Type>
 __global__ __launch_bounds__(kMaxThreads) void add_norm_kernel(AddedRows rows) {
+    cuda::let_next_begin();
+    cuda::wait_for_previous();
     using Memory = typename Type::Memory;
     const std::int64_t start = blockIdx.x * rows.width;
     auto* states = static_cast<Memory*>(rows.states) + start;
@@ -163,6 +166,8 @@ __global__ __launch_bounds__(kMaxThreads) void add_norm_kernel(AddedRows rows) {
 
 template <typename Type>
 __global__ __launch_bounds__(kGateThreads) void gate_kernel(GatedRows rows) {
+    cuda::let_next_begin();
+    cuda::wait_for_previous();
     using Memory = typename Type::Memory;
     const std::int64_t i =
         (static_cast<std::int64_t>(blockIdx.x) * kGateThreads + threadIdx.x) * kEight;
@@ -221,6 +226,7 @@ __device__ void place_rotated(const HeadRows& rows, const typename Type::Memory*
 template <typename Type>
 __global__ __launch_bounds__(kHeadWarps * 32) void heads_kernel(HeadRows rows) {
     cuda::let_next_begin();
+    cuda::wait_for_previous();
     using Memory = typename Type::Memory;
     const std::int64_t num_heads = rows.num_heads + 2 * rows.num_kv_heads;
     const std::int64_t unit = static_cast<std::int64_t>(blockIdx.x) * kHeadWarps + threadIdx.x / 32;
@@ -269,21 +275,20 @@ void cuda_norm_rows(const NormedRows& rows, std::uintptr_t stream, int device) {
     if (rows.num_rows == 0) return;
     const DeviceScope scope(checked_device(device));
     with_type(rows.dtype, [&](auto type) {
-        norm_kernel<decltype(type)><<<blocks_for(rows.num_rows * rows.num_groups, 1),
-                                      norm_threads(rows.width), 0, as_stream(stream)>>>(rows);
+        cuda::launch_behind(
+            norm_kernel<decltype(type)>, dim3(blocks_for(rows.num_rows * rows.num_groups, 1)),
+            norm_threads(rows.width), 0, as_stream(stream), device, "launch of norm_kernel", rows);
     });
-    check(cudaGetLastError(), "launch of norm_kernel", device);
 }
 
 void cuda_add_norm_rows(const AddedRows& rows, std::uintptr_t stream, int device) {
     if (rows.num_rows == 0) return;
     const DeviceScope scope(checked_device(device));
     with_type(rows.dtype, [&](auto type) {
-        add_norm_kernel<decltype(type)>
-            <<<blocks_for(rows.num_rows, 1), norm_threads(rows.width), 0, as_stream(stream)>>>(
-                rows);
+        cuda::launch_behind(add_norm_kernel<decltype(type)>, dim3(blocks_for(rows.num_rows, 1)),
+                            norm_threads(rows.width), 0, as_stream(stream), device,
+                            "launch of add_norm_kernel", rows);
     });
-    check(cudaGetLastError(), "launch of add_norm_kernel", device);
 }
 
 void cuda_gate_rows(const GatedRows& rows, std::uintptr_t stream, int device) {
@@ -293,9 +298,9 @@ void cuda_gate_rows(const GatedRows& rows, std::uintptr_t stream, int device) {
         static_cast<unsigned>(std::min<std::int64_t>(rows.num_rows, kMaxGridRows));
     const dim3 grid(blocks_for(rows.width, kGateThreads * kEight), grid_rows);
     with_type(rows.dtype, [&](auto type) {
-        gate_kernel<decltype(type)><<<grid, kGateThreads, 0, as_stream(stream)>>>(rows);
+        cuda::launch_behind(gate_kernel<decltype(type)>, grid, kGateThreads, 0, as_stream(stream),
+                            device, "launch of gate_kernel", rows);
     });
-    check(cudaGetLastError(), "launch of gate_kernel", device);
 }
 
 void cuda_place_heads(const HeadRows& rows, std::uintptr_t stream, int device) {
@@ -303,10 +308,10 @@ void cuda_place_heads(const HeadRows& rows, std::uintptr_t stream, int device) {
     const DeviceScope scope(checked_device(device));
     const std::int64_t units = rows.num_rows * (rows.num_heads + 2 * rows.num_kv_heads);
     with_type(rows.dtype, [&](auto type) {
-        heads_kernel<decltype(type)>
-            <<<blocks_for(units, kHeadWarps), kHeadWarps * 32, 0, as_stream(stream)>>>(rows);
+        cuda::launch_behind(heads_kernel<decltype(type)>, dim3(blocks_for(units, kHeadWarps)),
+                            kHeadWarps * 32, 0, as_stream(stream), device, "launch of heads_kernel",
+                            rows);
     });
-    check(cudaGetLastError(), "launch of heads_kernel", device);
 }
 
 }  // namespace weightsync

@@ -116,4 +116,25 @@ inline __device__ void wait_for_previous() {
 #endif
 }
 
+// Launches a kernel that begins with wait_for_previous: on devices that can, it takes its place
+// while the kernel before it still runs.
+template <typename... Parameters>
+void launch_behind(void (*kernel)(Parameters...), dim3 grid, int num_threads, int shared_bytes,
+                   cudaStream_t stream, int device, const char* name, Parameters... arguments) {
+    int major = 0;
+    check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device),
+          "cudaDeviceGetAttribute", device);
+    cudaLaunchAttribute overlap{};
+    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    overlap.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = grid;
+    config.blockDim = dim3(static_cast<unsigned>(num_threads));
+    config.dynamicSmemBytes = static_cast<std::size_t>(shared_bytes);
+    config.stream = stream;
+    config.attrs = &overlap;
+    config.numAttrs = major >= 9 ? 1 : 0;
+    check(cudaLaunchKernelEx(&config, kernel, arguments...), name, device);
+}
+
 }  // namespace weightsync::cuda

@@ -77,6 +77,16 @@ class TestPagedCudaAttention(AttentionContract):
         for got, want in zip(last(PagedCudaAttention(stages, warps)), expected, strict=True):
             assert torch.equal(got, want)
 
+    @pytest.mark.parametrize("dim", [32, 64, 128])
+    @pytest.mark.parametrize("warps", [2, 4])
+    def test_blocks_of_fewer_warps_change_nothing(self, dim: int, warps: int) -> None:
+        """As on devices with less shared memory."""
+        found = []
+        for attention in (PagedCudaAttention(), PagedCudaAttention(0, warps)):
+            bench = self.make(attention, dim=dim, heads=12, kv_heads=2)
+            found.append(run_whole(bench, bench.sequence(430)))
+        assert torch.equal(*found)
+
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", [8, 100, 128, 1024, 4096, 5120])
