@@ -42,8 +42,9 @@ _OUTCOMES = tuple(Outcome)
 
 @dataclass(frozen=True, eq=False)
 class DeviceSpans:
-    """Spans (a list that is not changed afterwards) in both versions: addresses on the device (multiples of 16), and the digests of all old
-    blocks (uint64, spans in turn), of which those of coded spans become those of the new ones."""
+    """Spans in both versions. ``places`` is a list that is not changed afterwards, addresses are of the
+    device and multiples of 16. ``digests`` are those of all old blocks (uint64, spans in turn); those
+    of coded spans become those of the new ones."""
 
     places: Sequence[Place]
     old_ptrs: Sequence[int]
