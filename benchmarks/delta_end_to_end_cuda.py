@@ -97,13 +97,8 @@ def run(model: str, share: float, versions: int, device: str, directory: str) ->
             print(report, flush=True)
             print(
                 f"  served {served_s:.3f} s = published {published_s:.3f} s "
-<<<<<<< HEAD
-                f"(send {report.encode_s:.3f}) + pull {pulled.seconds:.3f}; "
-                f"pause {pulled.pause_s * 1e3:.1f} ms; "
-=======
                 f"(send {report.encode_s:.3f}) "
                 f"+ pull {pulled.seconds:.3f}; pause {pulled.pause_s * 1e3:.1f} ms; "
->>>>>>> h7
                 + ", ".join(f"{name} {spent:.3f}" for name, spent in pulled.phases.items())
                 + f"; on the host {dict(report.on_host)}",
                 flush=True,
