@@ -33,7 +33,7 @@ CudaSegmentTable::CudaSegmentTable(const SegmentUnits&, int device) {
     fail("CudaSegmentTable", device);
 }
 CudaSegmentTable::~CudaSegmentTable() = default;
-void CudaSegmentTable::launch(std::uintptr_t, std::int64_t, std::int64_t) {}
+void CudaSegmentTable::launch(std::uintptr_t, std::int64_t, std::int64_t, std::uint32_t) {}
 void CudaSegmentTable::close() {}
 
 CudaDigestTable::CudaDigestTable(const DigestUnits&, int device) {
