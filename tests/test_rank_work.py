@@ -26,6 +26,8 @@ from weightsync.types import ContractChoice, Placement
 class Ring:
     """A stream that brings one prepared slot, and the endpoint that it belongs to."""
 
+    max_copy_blocks = 0
+
     def __init__(self, header: SlotHeader, memory: Any) -> None:
         self.header, self.memory = header, memory
 
