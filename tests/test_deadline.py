@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from weightsync.deadline import CancelToken, Deadline
-from weightsync.errors import CancelledError, ConfigError, DeadlineError
+from weightsync.errors import CancelledError, ConfigError, DeadlineError, PeerLostError
 
 
 class Clock:
@@ -51,3 +51,27 @@ def test_a_cancelled_token_ends_a_wait_with_its_first_reason() -> None:
 
 def test_without_a_token_there_is_no_flag() -> None:
     assert Deadline(1.0, peer="p", stage="s").cancel_ptr == 0
+
+
+def test_the_loss_of_a_peer_names_the_stage_once() -> None:
+    clock = Clock()
+    deadline = Deadline(5.0, peer="p", stage="move", clock=clock)
+    outer = Deadline(9.0, peer="p", stage="update", clock=clock)
+    clock.now_s += 1.5
+    with pytest.raises(PeerLostError) as caught, outer.naming_stage(), deadline.naming_stage():
+        raise PeerLostError("engine e: its process 7 ended")
+    assert str(caught.value) == "engine e: its process 7 ended (stage 'move', after 1.5 s)"
+    assert caught.value.stage == "move"
+    with pytest.raises(PeerLostError) as again, outer.naming_stage():
+        raise deadline.lost("gone")
+    assert str(again.value) == "gone (stage 'move', after 1.5 s)"
+
+
+def test_another_error_stays_what_it_is() -> None:
+    error = ConfigError("x")
+    with (
+        pytest.raises(ConfigError) as caught,
+        Deadline(5.0, peer="p", stage="move").naming_stage(),
+    ):
+        raise error
+    assert caught.value is error

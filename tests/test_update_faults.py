@@ -557,6 +557,23 @@ def test_a_prepare_whose_answer_was_lost_did_not_commit() -> None:
             recovers(sender, engine, 2)
 
 
+def test_an_engine_lost_while_slots_are_filled_names_the_stage(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Who notices first differs: a broken socket, a look at the process, the end of the channel.
+    def lose(*_: Any) -> None:
+        raise PeerLostError("engine e: the channel broke while sending")
+
+    engine = engine_of(0)
+    options = {**OPTIONS, "contract": "stream"}
+    with Receiver(engine) as receiver, Sender.connect([receiver], **options) as sender:
+        with monkeypatch.context() as patch:
+            patch.setattr("weightsync.source_ends.fill_all", lose)
+            error = failing(lambda: refit(sender, 1, weights(1)))
+        assert "stage 'move'" in str(error)
+        recovers(sender, engine, 2)
+
+
 def test_an_engine_that_was_closed_is_lost_at_once() -> None:
     engine, other = engine_of(0), engine_of(0)
     options = {**OPTIONS, "connect_timeout_s": 0.3}

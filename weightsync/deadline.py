@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from weightsync import native
-from weightsync.errors import CancelledError, ConfigError, DeadlineError
+from weightsync.errors import CancelledError, ConfigError, DeadlineError, PeerLostError
 
 
 class CancelToken:
@@ -81,6 +82,23 @@ class Deadline:
             raise CancelledError(f"stage {self.stage!r} was given up: {self.token.reason}")
         if self.remaining_s() <= 0:
             raise self.error()
+
+    def lost(self, reason: str) -> PeerLostError:
+        """The error for a peer that went while it was waited for."""
+        error = PeerLostError(f"{reason} (stage {self.stage!r}, after {self.elapsed_s():.1f} s)")
+        error.stage = self.stage
+        return error
+
+    @contextmanager
+    def naming_stage(self) -> Iterator[None]:
+        """A :class:`PeerLostError` from within says the stage, also where it is noticed by what has
+        no deadline: a send into a socket that broke, a look at whether the peer lives."""
+        try:
+            yield
+        except PeerLostError as error:
+            if error.stage:
+                raise
+            raise self.lost(str(error)) from error
 
     def error(self) -> DeadlineError:
         return DeadlineError(self.peer, self.stage, self.limit_s, self.elapsed_s())

@@ -131,6 +131,9 @@ class SlowPathError(TransportError):
 class PeerLostError(WeightSyncError, ConnectionError):
     """The process at the other end is gone."""
 
+    #: What was waited for then, once the message says so; see :meth:`weightsync.deadline.Deadline.lost`.
+    stage = ""
+
 
 class DeadlineError(WeightSyncError, TimeoutError):
     """A wait ran out. The message names peer, stage, limit and elapsed time (seconds)."""

@@ -273,7 +273,8 @@ def _at_once(
     """``act`` for each trainer rank, side by side. When this returns or raises, none of them runs: the
     first that fails stops the others."""
     if len(sources) <= 1:
-        return [act(pull, rank, pull.deadline) for rank in sources]
+        with pull.deadline.naming_stage():
+            return [act(pull, rank, pull.deadline) for rank in sources]
     token = CancelToken()
     outer = pull.deadline
     with ThreadPoolExecutor(len(sources), "weightsync-pull") as pool:
@@ -282,7 +283,12 @@ def _at_once(
                      stage=outer.stage, token=token)
             for rank in sources
         ]  # fmt: skip
-        futures = [pool.submit(act, pull, r, d) for r, d in zip(sources, limits, strict=True)]
+
+        def act_named(rank: int, limit: Deadline) -> Digests | None:
+            with limit.naming_stage():
+                return act(pull, rank, limit)
+
+        futures = [pool.submit(act_named, r, d) for r, d in zip(sources, limits, strict=True)]
         _wait_for_all(futures, outer, token)
     errors = [f.exception() for f in futures]
     first = next((e for e in errors if e and not isinstance(e, CancelledError)), None)

@@ -15,7 +15,6 @@ from weightsync.deadline import CancelToken, Deadline
 from weightsync.digest_shares import digest_shares
 from weightsync.errors import (
     ConfigError,
-    PeerLostError,
     ProtocolError,
     SessionError,
     UpdateFailedError,
@@ -233,7 +232,7 @@ class RankSender:
         with self.changed:
             while not is_over():
                 if self._lost is not None:
-                    raise PeerLostError(f"{self._lost} (stage {deadline.stage!r})")
+                    raise deadline.lost(self._lost)
                 deadline.check()
                 self.changed.wait(deadline.slice_s())
 

@@ -127,7 +127,8 @@ class SourceEnds:
                 token=deadline.token,
             )
         try:
-            answer = self._introduce(endpoint, target, deadline)
+            with deadline.naming_stage():
+                answer = self._introduce(endpoint, target, deadline)
             self._paths[target] = str(answer["path"])
             self._contracts[target] = {
                 Contract(name): Availability(**found) for name, found in answer["contracts"].items()
@@ -228,7 +229,8 @@ class SourceEnds:
             )
             for target in bound.targets
         ]  # fmt: skip
-        fill_all(self._transport, seat, jobs, self._options.num_threads, self._spent)
+        with deadline.naming_stage():
+            fill_all(self._transport, seat, jobs, self._options.num_threads, self._spent)
 
     # --- end ----------------------------------------------------------------------------------------
 

@@ -95,21 +95,18 @@ class Landing:
 
     def receive(self, deadline: Deadline) -> Frame:
         try:
-            while self._head is None:
-                try:
-                    item = self._arrived.get(timeout=max(deadline.slice_s(), 1e-4))
-                except queue.Empty:
-                    deadline.check()
-                    continue
-                if isinstance(item, WeightSyncError):
-                    self._arrived.put(item)  # for the next caller
-                    raise copy.copy(item)
-                self._head = item
-            return self._finish(self._head, deadline)
-        except PeerLostError as error:
-            raise PeerLostError(
-                f"{error} (stage {deadline.stage!r}, after {deadline.elapsed_s():.1f} s)"
-            ) from error
+            with deadline.naming_stage():
+                while self._head is None:
+                    try:
+                        item = self._arrived.get(timeout=max(deadline.slice_s(), 1e-4))
+                    except queue.Empty:
+                        deadline.check()
+                        continue
+                    if isinstance(item, WeightSyncError):
+                        self._arrived.put(item)  # for the next caller
+                        raise copy.copy(item)
+                    self._head = item
+                return self._finish(self._head, deadline)
         except (DeadlineError, CancelledError):
             self._stop_what_holds_a_device()
             raise

@@ -233,7 +233,7 @@ class GroupRing(GroupSource):
         for other in self._members:
             if other is not member and (reason := other.inbox.link.lost()) is not None:
                 self._end(f"another engine of the group is gone: {reason}")
-                raise PeerLostError(f"{reason} (stage {deadline.stage!r}; it shares a group)")
+                raise deadline.lost(f"{reason} (it shares a group)")
 
     def _take_arrived(self) -> None:
         for member in self._members:

@@ -147,10 +147,7 @@ class Channel:
                 continue
             if frame is None:
                 self._frames.put(None)  # for the next caller
-                raise PeerLostError(
-                    f"{self._lost or self._peer} (stage {deadline.stage!r}, after "
-                    f"{deadline.elapsed_s():.1f} s)"
-                )
+                raise deadline.lost(self._lost or self._peer)
             return frame
 
     def poll(self) -> Frame | None:
@@ -248,7 +245,7 @@ class Listener:
             while True:
                 deadline.check()
                 if self._is_closed:
-                    raise PeerLostError(f"{deadline.peer}: this end was closed")
+                    raise deadline.lost(f"{deadline.peer}: this end was closed")
                 if (sock := self._hear(strangers, deadline.slice_s())) is not None:
                     del strangers[sock]
                     sock.setblocking(True)

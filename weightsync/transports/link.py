@@ -139,10 +139,7 @@ class LocalLink:
                 continue
             if frame is None:
                 self._frames.put(None)  # for the next caller
-                raise PeerLostError(
-                    f"{deadline.peer}: {self._lost} (stage {deadline.stage!r}, after "
-                    f"{deadline.elapsed_s():.1f} s)"
-                )
+                raise deadline.lost(f"{deadline.peer}: {self._lost}")
             return frame
 
     def poll(self) -> Frame | None:

@@ -27,7 +27,7 @@ from weightsync.device_tables import (
     synchronize,
     write_bytes,
 )
-from weightsync.errors import ConfigError, PeerLostError, ProtocolError, UnavailableError
+from weightsync.errors import ConfigError, ProtocolError, UnavailableError
 from weightsync.native import CancelFlag, copy_segments
 from weightsync.tables import DigestRows
 from weightsync.transports.base import (
@@ -286,7 +286,7 @@ class LoopbackSource(SourceEndpoint):
         """The memory of the ring, for the target."""
         _wait(self._is_ring_made, link, deadline)
         if self._memory is None or self._options is None:
-            raise PeerLostError(f"{deadline.peer}: the ring is gone")
+            raise deadline.lost(f"{deadline.peer}: the ring is gone")
         return self._memory, self._options
 
     def direct(self) -> DirectSource:
@@ -360,7 +360,7 @@ def _wait(event: threading.Event, link: LocalLink, deadline: Deadline) -> None:
     while not event.wait(deadline.slice_s()):
         deadline.check()
         if (reason := link.lost()) is not None:
-            raise PeerLostError(f"{deadline.peer}: {reason} (stage {deadline.stage!r})")
+            raise deadline.lost(f"{deadline.peer}: {reason}")
 
 
 class LoopbackTransport(Transport):

@@ -265,7 +265,7 @@ class Agent:
             self._check_open()
             deadline.check()
             if (reason := lost()) is not None:
-                raise PeerLostError(f"{reason} (stage {deadline.stage!r})")
+                raise deadline.lost(reason)
 
         def land() -> None:
             nonlocal num_landed
@@ -348,7 +348,7 @@ class Agent:
         while (reason := lost()) is None and time.monotonic() < end_s:
             time.sleep(1e-3)
         if reason is not None:
-            raise PeerLostError(f"{reason} (stage {deadline.stage!r})") from error
+            raise deadline.lost(reason) from error
         raise TransportError(
             f"{deadline.peer}: a NIXL read failed in stage {deadline.stage!r}: {error}; this endpoint "
             "is lost, a new one may work (UCX_LOG_LEVEL=info says more)"

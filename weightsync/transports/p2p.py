@@ -25,7 +25,6 @@ from weightsync.deadline import Deadline
 from weightsync.device_tables import CPU, DeviceMemory, Memory
 from weightsync.errors import (
     ConfigError,
-    PeerLostError,
     ProtocolError,
     TransportError,
     UnavailableError,
@@ -350,7 +349,7 @@ class P2pTarget(TargetEndpoint):
     def _or_lost(self, error: UnavailableError, deadline: Deadline) -> WeightSyncError:
         """The death of the trainer explains more than what failed because of it."""
         reason = self._channel.lost()
-        return error if reason is None else PeerLostError(f"{reason} (stage {deadline.stage!r})")
+        return error if reason is None else deadline.lost(reason)
 
     def stream(self, deadline: Deadline, device: str = CPU) -> StreamTarget:
         if self._ring is None:

@@ -209,18 +209,15 @@ class Landing:
     def receive(self, deadline: Deadline) -> Frame:
         self._go_on()
         try:
-            while True:
-                try:
-                    return self._take(self._arrived.get(timeout=max(deadline.slice_s(), 1e-4)))
-                except queue.Empty:
-                    deadline.check()
+            with deadline.naming_stage():
+                while True:
+                    try:
+                        return self._take(self._arrived.get(timeout=max(deadline.slice_s(), 1e-4)))
+                    except queue.Empty:
+                        deadline.check()
         except (DeadlineError, CancelledError):
             self._hold()
             raise
-        except PeerLostError as error:
-            raise PeerLostError(
-                f"{error} (stage {deadline.stage!r}, after {deadline.elapsed_s():.1f} s)"
-            ) from error
 
     def poll(self) -> Frame | None:
         """The next frame if it is here. An error waits for :meth:`receive`."""

@@ -17,7 +17,6 @@ import numpy.typing as npt
 from weightsync.deadline import Deadline
 from weightsync.errors import (
     ConfigError,
-    PeerLostError,
     ProtocolError,
     TransportError,
     UnavailableError,
@@ -475,5 +474,5 @@ class DirectReader(DirectTarget):
         self._check_current(opened.epoch)  # withdrawn meanwhile: what was read may be torn
         if (reason := self._inbox.link.lost()) is not None:
             # The number of a process that ended may belong to another one by now.
-            raise PeerLostError(f"{reason} (stage {deadline.stage!r})")
+            raise deadline.lost(reason)
         reach("direct.read_done")

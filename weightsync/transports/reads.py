@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsync.deadline import Deadline
-from weightsync.errors import PeerLostError, ProtocolError, TransportError
+from weightsync.errors import ProtocolError, TransportError
 from weightsync.memory import merge_spans
 from weightsync.native import CONVERT_FP32_TO_BF16, SEGMENT_COLUMNS, CancelFlag
 from weightsync.transports.base import Table
@@ -135,5 +135,5 @@ def run_stoppable(
     if copied < num_bytes:
         deadline.check()
         if (reason := lost()) is not None:
-            raise PeerLostError(f"{reason} (stage {deadline.stage!r})")
+            raise deadline.lost(reason)
         raise TransportError(f"{deadline.peer}: only {copied} of {num_bytes} B were read")
