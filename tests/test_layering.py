@@ -50,7 +50,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
         "weightsync.kept", "weightsync.layouts",
     ),
     ("weightsync.deadline", "weightsync.config", "weightsync.faults", "weightsync.types",
-     "weightsync.errors", "weightsync.packages"),
+     "weightsync.errors", "weightsync.packages", "weightsync.records"),
 )  # fmt: skip
 
 #: Records of a higher level that a contract speaks of, and the door to the native core.

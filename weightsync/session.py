@@ -44,7 +44,7 @@ Payload = Mapping[str, Any]
 NUM_REMEMBERED_OUTCOMES = 16
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Scope:
     """Which tensors a session promises to replace: all of them, or a named set."""
 
@@ -55,7 +55,7 @@ class Scope:
         return self.names is None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SessionSpec:
     """Everything ``begin`` fixes. Durations are seconds on the receiver's clock."""
 
@@ -71,7 +71,7 @@ class SessionSpec:
     pause_mode: PauseMode = PauseMode.RETRACT
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Version:
     """A published version: the number rises within one run."""
 
@@ -79,7 +79,7 @@ class Version:
     number: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class EndedSession:
     """A remembered outcome."""
 
@@ -91,21 +91,21 @@ class EndedSession:
 # --- what the leader hears from the trainer; ``request`` names the caller that waits -------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Connect:
     request: int
     run_id: str
     lease_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Begin:
     request: int
     epoch: str  # the engine epoch of the handshake
     spec: SessionSpec
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Move:
     """Pull one batch of tensors; the same ``move_id`` again attaches to the running one."""
 
@@ -115,38 +115,38 @@ class Move:
     payload: Payload = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Prepare:
     request: int
     session_id: str
     payload: Payload = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Commit:
     request: int
     session_id: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Abort:
     request: int
     session_id: str
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Heartbeat:
     run_id: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Close:
     request: int
     run_id: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RunLost:
     """The transport saw the trainer's process end; a lease need not be waited for."""
 
@@ -168,7 +168,7 @@ class Stage(StrEnum):
     ABORT = "abort"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RankHello:
     """A rank asks to be welcomed, or (``leader_epoch`` is the leader's own) says that it was.
 
@@ -185,7 +185,7 @@ class RankHello:
     challenge: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RankReport:
     """A rank finished a stage, or failed in it. ``touched``: live bytes of this session exist.
 
@@ -204,7 +204,7 @@ class RankReport:
     tainted: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Tick:
     """Time passed."""
 
@@ -218,7 +218,7 @@ LeaderEvent = (
 # --- what the leader does -------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Stamp:
     """What every order carries; :func:`step_leader` fills it in."""
 
@@ -228,42 +228,42 @@ class Stamp:
     refusal: str | None = None  # why the engine as a whole must not generate now
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Welcome(Stamp):
     """The rank belongs to this engine life; ``serve``: it may generate with its present weights."""
 
-    leader_epoch: str
+    leader_epoch: str = field()  # said, never stamped: without the default of the other orders
     serve: bool
     nonce: int = 0  # of the hello that this answers
     challenge: int = 0  # to be said again by whoever takes this welcome
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Open(Stamp):
     spec: SessionSpec
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Pull(Stamp):
     session_id: str
     move_id: int
     payload: Payload
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Verify(Stamp):
     session_id: str
     payload: Payload
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Place(Stamp):
     """The decision was made: park, place or finalise, read back, stay parked."""
 
     session_id: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Resume(Stamp):
     """Every rank placed: take the version's label and go on."""
 
@@ -271,7 +271,7 @@ class Resume(Stamp):
     version: Version
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Discard(Stamp):
     """Give the session up; ``taint`` is not None when live weights anywhere may be mixed."""
 
@@ -279,7 +279,7 @@ class Discard(Stamp):
     taint: str | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Ping(Stamp):
     """The leader lives, and this (None: no) session is open; a rank gives up any other."""
 
@@ -289,7 +289,7 @@ class Ping(Stamp):
 Order = Welcome | Open | Pull | Verify | Place | Resume | Discard | Ping
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Tell:
     """Deliver an order to a rank. May be lost; the leader repeats what was not reported."""
 
@@ -297,7 +297,7 @@ class Tell:
     order: Order
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Answer:
     """Answer a waiting caller: a result, or an error."""
 
@@ -323,7 +323,7 @@ class Job(StrEnum):
     DISCARD = "discard"  # drop staging; untouched: leave the pause; touched: taint
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StartJob:
     job: Job
     spec: SessionSpec
@@ -333,19 +333,19 @@ class StartJob:
     taint: str | None = None  # DISCARD only
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CancelJob:
     """Stop the running job soon; its ``JobDone`` still comes, and only then is memory quiet."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Refuse:
     """Refuse to generate with this reason, or (None) generate again."""
 
     reason: str | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class JobDone:
     job: Job
     session_id: str

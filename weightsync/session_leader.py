@@ -20,7 +20,7 @@ took this leader's welcome, and a rank of another life makes the engine tainted.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 
 from weightsync.errors import (
@@ -35,6 +35,7 @@ from weightsync.errors import (
     VersionError,
     WeightSyncError,
 )
+from weightsync.records import evolve
 from weightsync.session import (
     NUM_REMEMBERED_OUTCOMES,
     Abort,
@@ -101,21 +102,21 @@ _DECIDED = (Phase.PLACING, Phase.RESUMING)
 _NUM_REMEMBERED_RUNS = 64
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LeaderTiming:
     """Periods in seconds; orders that were not reported are repeated every ``resend_s``."""
 
     resend_s: float = 1.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RunHolder:
     run_id: str
     lease_s: float
     lease_until_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Candidate:
     """A life of a rank that said hello; it is seated when it repeats the challenge."""
 
@@ -124,7 +125,7 @@ class Candidate:
     challenge: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Seat:
     """What the leader knows of one rank."""
 
@@ -133,7 +134,7 @@ class Seat:
     candidate: Candidate | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LeaderState:
     """All that a leader knows. ``epoch`` names this life of the engine."""
 
@@ -241,7 +242,7 @@ def _stamp(before: LeaderState, state: LeaderState, actions: list[LeaderAction])
     for action in actions:
         if isinstance(action, Tell):
             seq += 1
-            order = replace(
+            order = evolve(
                 action.order,
                 leader_epoch=state.epoch,
                 rank_epoch=action.order.rank_epoch or state.seats[action.rank].epoch or "",
@@ -250,7 +251,7 @@ def _stamp(before: LeaderState, state: LeaderState, actions: list[LeaderAction])
             )
             action = Tell(action.rank, order)
         stamped.append(action)
-    return (state if seq == state.seq else replace(state, seq=seq)), stamped
+    return (state if seq == state.seq else evolve(state, seq=seq)), stamped
 
 
 def _tell_rest(state: LeaderState, told: set[int]) -> list[LeaderAction]:
@@ -279,7 +280,7 @@ def _connect(state: LeaderState, event: Connect, now_s: float) -> Step:
     if not event.lease_s > 0:
         return state, [Answer(event.request, error=ConfigError(f"lease_s={event.lease_s} <= 0"))]
     run = RunHolder(event.run_id, event.lease_s, now_s + event.lease_s)
-    return replace(state, run=run), [Answer(event.request, {"epoch": state.epoch})]
+    return evolve(state, run=run), [Answer(event.request, {"epoch": state.epoch})]
 
 
 def _held(holder: RunHolder, now_s: float) -> BusyError:
@@ -294,12 +295,12 @@ def _begin(state: LeaderState, event: Begin, now_s: float) -> Step:
     spec = event.spec
     if state.spec is not None and state.spec == spec and state.phase is not Phase.ABORTING:
         if state.phase is Phase.OPENING:  # a repeated request waits with the first
-            return replace(state, callers=(*state.callers, event.request)), []
+            return evolve(state, callers=(*state.callers, event.request)), []
         return state, [Answer(event.request, {"phase": state.phase.value})]
     error = _refusal(state, event, now_s)
     if error is not None:
         return state, [Answer(event.request, error=error)]
-    state = replace(
+    state = evolve(
         state,
         spec=spec,
         phase_until_s=now_s + spec.deadline_s,
@@ -374,10 +375,10 @@ def _move(state: LeaderState, event: Move, now_s: float) -> Step:
     if event.move_id in state.moves_done:
         return state, [Answer(event.request, {"move_id": event.move_id})]
     if state.phase is Phase.MOVING and state.move_id == event.move_id:
-        return replace(state, callers=(*state.callers, event.request)), []
+        return evolve(state, callers=(*state.callers, event.request)), []
     if state.phase is not Phase.OPEN:
         return state, [Answer(event.request, error=_out_of_turn("move", state))]
-    state = replace(state, move_id=event.move_id, callers=(event.request,))
+    state = evolve(state, move_id=event.move_id, callers=(event.request,))
     pull = Pull(event.session_id, event.move_id, event.payload)
     return _order_all(state, Phase.MOVING, pull, now_s)
 
@@ -388,10 +389,10 @@ def _prepare(state: LeaderState, event: Prepare, now_s: float) -> Step:
     if state.phase is Phase.PREPARED or state.phase in _DECIDED:
         return state, [Answer(event.request, {"phase": Phase.PREPARED.value})]
     if state.phase is Phase.PREPARING:
-        return replace(state, callers=(*state.callers, event.request)), []
+        return evolve(state, callers=(*state.callers, event.request)), []
     if state.phase is not Phase.OPEN:
         return state, [Answer(event.request, error=_out_of_turn("prepare", state))]
-    state = replace(state, callers=(event.request,))
+    state = evolve(state, callers=(event.request,))
     return _order_all(state, Phase.PREPARING, Verify(event.session_id, event.payload), now_s)
 
 
@@ -402,11 +403,11 @@ def _commit(state: LeaderState, event: Commit, now_s: float) -> Step:
     if (wrong := _not_usable(state, event.session_id, event.request)) is not None:
         return state, [wrong]
     if state.phase in _DECIDED:
-        return replace(state, callers=(*state.callers, event.request)), []
+        return evolve(state, callers=(*state.callers, event.request)), []
     if state.phase is not Phase.PREPARED or state.spec is None:
         return state, [Answer(event.request, error=_out_of_turn("commit", state))]
     # The decision. From here on leases and the session's deadline mean nothing.
-    state = replace(
+    state = evolve(
         state,
         callers=(event.request,),
         phase_until_s=now_s + state.spec.commit_timeout_s,
@@ -423,11 +424,11 @@ def _abort_asked(state: LeaderState, event: Abort, now_s: float) -> Step:
     if state.spec is None or state.spec.session_id != event.session_id:
         # Its begin may still be on the way; opened after this it would hold the engine for nobody.
         spoiled = (*state.spoiled, event.session_id)[-NUM_REMEMBERED_OUTCOMES:]
-        return replace(state, spoiled=spoiled), [_not_open(event.session_id, event.request)]
+        return evolve(state, spoiled=spoiled), [_not_open(event.session_id, event.request)]
     if state.phase in _DECIDED:
         error = SessionError(f"session {event.session_id!r} is decided; ask for its status")
         return state, [Answer(event.request, error=error)]
-    state = replace(state, aborters=(*state.aborters, event.request))
+    state = evolve(state, aborters=(*state.aborters, event.request))
     return _abort(state, SessionError(f"aborted by the trainer: {event.reason}"), now_s)
 
 
@@ -442,7 +443,7 @@ def _close(state: LeaderState, event: Close, now_s: float) -> Step:
 def _run_lost(state: LeaderState, run_id: str, error: WeightSyncError, now_s: float) -> Step:
     if state.run is None or state.run.run_id != run_id:
         return state, []
-    return _abort(replace(state, run=None), error, now_s)
+    return _abort(evolve(state, run=None), error, now_s)
 
 
 # --- rank events ----------------------------------------------------------------------------------
@@ -460,7 +461,7 @@ def _rank_hello(state: LeaderState, event: RankHello, now_s: float) -> Step:
     is_ours = event.leader_epoch == state.epoch
     if event.rank_epoch == seat.epoch:
         if is_ours and candidate is not None:  # it lives; a candidate that does too says so again
-            return _seat(state, event.rank, replace(seat, candidate=None)), []
+            return _seat(state, event.rank, evolve(seat, candidate=None)), []
         if is_ours or event.nonce <= seat.nonce:
             return state, []
     if candidate is not None and candidate.epoch == event.rank_epoch:
@@ -470,11 +471,11 @@ def _rank_hello(state: LeaderState, event: RankHello, now_s: float) -> Step:
             return state, []  # overtaken by a newer hello
     if event.leader_epoch is not None and not is_ours and seat.epoch is None:
         was = f"rank {event.rank} holds weights of a former life of this engine"
-        state = replace(state, taint=state.taint or f"{was}; a full update is needed")
+        state = evolve(state, taint=state.taint or f"{was}; a full update is needed")
     if candidate is None or (candidate.epoch, candidate.nonce) != (event.rank_epoch, event.nonce):
-        state = replace(state, num_challenges=state.num_challenges + 1)
+        state = evolve(state, num_challenges=state.num_challenges + 1)
         candidate = Candidate(event.rank_epoch, event.nonce, state.num_challenges)
-        seat = replace(seat, candidate=candidate)
+        seat = evolve(seat, candidate=candidate)
         state = _seat(state, event.rank, seat)
     return state, [Tell(event.rank, _welcome(state, seat))]
 
@@ -508,11 +509,11 @@ def _join(state: LeaderState, event: RankHello, now_s: float) -> Step:
 
 
 def _seat(state: LeaderState, rank: int, seat: Seat) -> LeaderState:
-    return replace(state, seats=(*state.seats[:rank], seat, *state.seats[rank + 1 :]))
+    return evolve(state, seats=(*state.seats[:rank], seat, *state.seats[rank + 1 :]))
 
 
 def _taint_now(state: LeaderState, error: WeightSyncError, now_s: float) -> Step:
-    state = replace(state, taint=state.taint or str(error), touched=True)
+    state = evolve(state, taint=state.taint or str(error), touched=True)
     if state.phase in _DECIDED:
         return _end(state, Outcome.TAINTED, error)
     return _abort(state, error, now_s)
@@ -536,7 +537,7 @@ def _session_report(state: LeaderState, event: RankReport, now_s: float) -> Step
         is_dirty = is_dirty or (error is not None and event.stage is Stage.ABORT)
     elif error is None and event.stage is Stage.ABORT:
         error = SessionError(f"rank {event.rank} gave the session up")
-    state = replace(state, touched=state.touched or is_dirty)
+    state = evolve(state, touched=state.touched or is_dirty)
     if error is not None and state.phase is not Phase.ABORTING:
         if state.phase in _DECIDED:
             return _fail_decided(state, error, now_s)
@@ -546,7 +547,7 @@ def _session_report(state: LeaderState, event: RankReport, now_s: float) -> Step
         is_awaited = is_awaited and event.move_id == state.move_id
     if not is_awaited or event.rank not in state.waiting:
         return state, []
-    state = replace(state, waiting=state.waiting - {event.rank})
+    state = evolve(state, waiting=state.waiting - {event.rank})
     return (state, []) if state.waiting else _phase_done(state, now_s)
 
 
@@ -556,7 +557,7 @@ def _phase_done(state: LeaderState, now_s: float) -> Step:
             return _settle(state, Phase.OPEN, {"phase": Phase.OPEN.value})
         case Phase.MOVING if state.move_id is not None:
             moves = state.moves_done | {state.move_id}
-            return _settle(replace(state, moves_done=moves), Phase.OPEN, {"move_id": state.move_id})
+            return _settle(evolve(state, moves_done=moves), Phase.OPEN, {"move_id": state.move_id})
         case Phase.PREPARING:
             return _settle(state, Phase.PREPARED, {"phase": Phase.PREPARED.value})
         case Phase.PLACING:
@@ -579,7 +580,7 @@ def _publish(state: LeaderState, now_s: float) -> Step:
         return state, []
     version = Version(spec.run_id, spec.version)
     others = [v for v in state.published if v.run_id != spec.run_id]
-    state = replace(
+    state = evolve(
         state,
         version=version,
         published=(*others, version)[-_NUM_REMEMBERED_RUNS:],
@@ -594,7 +595,7 @@ def _abort(state: LeaderState, error: WeightSyncError, now_s: float) -> Step:
     spec = state.spec
     if spec is None or state.phase is Phase.ABORTING or state.phase in _DECIDED:
         return state, []
-    state = replace(state, abort_error=error, phase_until_s=now_s + spec.commit_timeout_s)
+    state = evolve(state, abort_error=error, phase_until_s=now_s + spec.commit_timeout_s)
     return _order_all(state, Phase.ABORTING, Discard(spec.session_id, None), now_s)
 
 
@@ -605,7 +606,7 @@ def _fail_decided(state: LeaderState, error: WeightSyncError, now_s: float) -> S
     can_undo = spec is not None and spec.placement is Placement.DELTA
     if spec is None or not can_undo or state.phase is not Phase.PLACING or state.touched:
         return _end(state, Outcome.TAINTED, error)
-    state = replace(state, abort_error=error, phase_until_s=now_s + spec.commit_timeout_s)
+    state = evolve(state, abort_error=error, phase_until_s=now_s + spec.commit_timeout_s)
     return _order_all(state, Phase.ABORTING, Discard(spec.session_id, None), now_s)
 
 
@@ -618,7 +619,7 @@ def _end(state: LeaderState, outcome: Outcome, error: WeightSyncError | None) ->
     actions: list[LeaderAction] = []
     if outcome is Outcome.TAINTED:
         taint = state.taint or detail or "an update failed after the first live byte"
-        state = replace(state, taint=taint)
+        state = evolve(state, taint=taint)
         told = Discard(spec.session_id, taint)
         actions += [Tell(rank, told) for rank in range(state.world_size)]
     if outcome is Outcome.COMMITTED:
@@ -628,7 +629,7 @@ def _end(state: LeaderState, outcome: Outcome, error: WeightSyncError | None) ->
         actions += [Answer(c, error=failure) for c in state.callers]
     result = {"outcome": outcome.value, "detail": detail}
     actions += [Answer(c, result) for c in state.aborters]
-    state = replace(
+    state = evolve(
         state,
         phase=Phase.IDLE,
         spec=None,
@@ -668,19 +669,19 @@ def _named(error: WeightSyncError | None, rank: int, world_size: int) -> WeightS
 
 def _order_all(state: LeaderState, phase: Phase, order: Order, now_s: float) -> Step:
     ranks = range(state.world_size)
-    state = replace(state, phase=phase, order=order, waiting=frozenset(ranks), sent_s=now_s)
+    state = evolve(state, phase=phase, order=order, waiting=frozenset(ranks), sent_s=now_s)
     return state, [Tell(rank, order) for rank in ranks]
 
 
 def _settle(state: LeaderState, phase: Phase, result: Payload) -> Step:
     answers: list[LeaderAction] = [Answer(c, result) for c in state.callers]
-    return replace(state, phase=phase, callers=(), order=None), answers
+    return evolve(state, phase=phase, callers=(), order=None), answers
 
 
 def _tick(state: LeaderState, now_s: float) -> Step:
     if now_s < state.sent_s + state.timing.resend_s:
         return state, []
-    return replace(state, sent_s=now_s), _tell_rest(state, set())
+    return evolve(state, sent_s=now_s), _tell_rest(state, set())
 
 
 def _expire(state: LeaderState, now_s: float) -> Step:
@@ -728,7 +729,7 @@ def _renew(state: LeaderState, run_id: str, now_s: float) -> LeaderState:
     run = state.run
     if run is None or run.run_id != run_id:
         return state
-    return replace(state, run=replace(run, lease_until_s=now_s + run.lease_s))
+    return evolve(state, run=evolve(run, lease_until_s=now_s + run.lease_s))
 
 
 def _renew_session(state: LeaderState, session_id: str, now_s: float) -> LeaderState:

@@ -16,10 +16,11 @@ welcome ends what the former leader had opened.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 
 from weightsync.errors import ScopeError, SessionError, WeightSyncError
+from weightsync.records import evolve
 from weightsync.session import (
     CancelJob,
     Discard,
@@ -75,7 +76,7 @@ _ASKED = {Pull: Stage.MOVE, Verify: Stage.PREPARE, Place: Stage.PLACE, Resume: S
 Step = tuple["RankState", list[RankAction]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RankState:
     """All that a rank knows. ``touched``: live bytes of the open session were written."""
 
@@ -147,24 +148,24 @@ def _hear(state: RankState, order: Order, now_s: float) -> Step:
         return state, [_hello(state)]
     if order.seq <= state.seq:  # a copy, or overtaken by a newer order
         return state, []
-    state = replace(
+    state = evolve(
         state, seq=order.seq, leader_refusal=order.refusal, heard_s=now_s, lost_leader=False
     )
     if isinstance(order, Discard) and order.taint is not None:
-        state = replace(state, tainted=order.taint)  # at once, whatever is running
+        state = evolve(state, tainted=order.taint)  # at once, whatever is running
     return _obey(state, order)
 
 
 def _welcome(state: RankState, order: Welcome, now_s: float) -> Step:
     if order.leader_epoch == state.leader_epoch:  # our confirmation was lost, or came too late
-        state = replace(state, challenge=max(state.challenge, order.challenge))
+        state = evolve(state, challenge=max(state.challenge, order.challenge))
         return state, [_hello(state)]
     if order.nonce != state.nonce:  # answers an older hello; its leader may be gone
         return state, []
     tainted = state.tainted
     if not order.serve and tainted is None:
         tainted = f"rank {state.rank} does not hold the engine's version; a full update is needed"
-    state = replace(
+    state = evolve(
         state,
         phase=RankPhase.IDLE if state.phase is RankPhase.JOINING else state.phase,
         leader_epoch=order.leader_epoch,
@@ -187,7 +188,7 @@ def _tick(state: RankState, now_s: float) -> Step:
     is_silent = now_s >= state.heard_s + state.leader_lease_s
     if not is_silent or state.lost_leader or state.spec is None:
         return state, []
-    state = replace(state, lost_leader=True)
+    state = evolve(state, lost_leader=True)
     if state.phase in (RankPhase.PREPARED, RankPhase.PLACED):
         return state, []  # it may have decided either way: wait for it, refusing
     return _give_up(state)  # not prepared, so no leader can have decided to commit
@@ -218,7 +219,7 @@ def _while_running(state: RankState, running: StartJob, order: Order) -> Step:
         return (state, []) if is_current else _give_up(state)
     if state.opened_by == state.leader_epoch and _same_work(running, order):
         return state, []  # a repeated order; the report will come
-    state = replace(state, queued=order)
+    state = evolve(state, queued=order)
     # Only what gives the session up may interrupt work on bytes.
     stops = isinstance(order, Discard | Open) and running.job is not Job.DISCARD
     return state, [CancelJob()] if stops else []
@@ -269,14 +270,14 @@ def _open(state: RankState, order: Open) -> Step:
     if _holds(state, spec.session_id):
         return state, _repeat(state, Stage.OPEN)
     if state.spec is not None:  # the leader has moved on; what it said of the older one was lost
-        return _give_up(replace(state, queued=order))
+        return _give_up(evolve(state, queued=order))
     if _has_ended(state, spec.session_id):
         return state, [_not_held(state, spec.session_id, Stage.OPEN)]
-    state = replace(state, spec=spec, opened_by=order.leader_epoch, touched=False, last=None)
+    state = evolve(state, spec=spec, opened_by=order.leader_epoch, touched=False, last=None)
     if state.tainted is not None and not spec.scope.is_full:
         error = ScopeError(f"rank {state.rank} needs a full update: {state.tainted}")
-        report = replace(_report(state, spec.session_id, Stage.OPEN), error=error)
-        return replace(state, spec=None, last=report), [report]
+        report = evolve(_report(state, spec.session_id, Stage.OPEN), error=error)
+        return evolve(state, spec=None, last=report), [report]
     return _start(state, StartJob(Job.OPEN, spec))
 
 
@@ -284,7 +285,7 @@ def _discard(state: RankState, order: Discard) -> Step:
     if _holds(state, order.session_id):
         return _give_up(state)
     if state.spec is not None:
-        return _give_up(replace(state, queued=order))
+        return _give_up(evolve(state, queued=order))
     last = state.last
     if last is not None and last.session_id == order.session_id and last.stage is Stage.ABORT:
         return state, [last]
@@ -299,10 +300,10 @@ def _give_up(state: RankState) -> Step:
     if state.running is not None:
         if state.running.job is Job.DISCARD:
             return state, []
-        return replace(state, queued=Discard(spec.session_id, None)), [CancelJob()]
+        return evolve(state, queued=Discard(spec.session_id, None)), [CancelJob()]
     if state.touched and state.tainted is None:
         mixed = "an update was given up after live weights had been written"
-        state = replace(state, tainted=mixed)
+        state = evolve(state, tainted=mixed)
     return _start(state, StartJob(Job.DISCARD, spec, taint=state.tainted))
 
 
@@ -323,7 +324,7 @@ def _proceed(state: RankState, order: Pull | Verify | Place | Resume) -> Step:
             job = StartJob(Job.PLACE, spec)
         case Resume() if state.phase is RankPhase.PLACED:
             # The taint ends here, not when the job does: one that comes meanwhile must stay.
-            state = replace(state, tainted=None if spec.scope.is_full else state.tainted)
+            state = evolve(state, tainted=None if spec.scope.is_full else state.tainted)
             job = StartJob(Job.RESUME, spec, version=order.version)
         case _:
             return state, _repeat(state, _ASKED[type(order)])
@@ -363,14 +364,14 @@ def _not_held(state: RankState, session_id: str, stage: Stage) -> RankReport:
         return last
     error = SessionError(f"rank {state.rank} does not hold session {session_id!r} (any more)")
     touched = last is not None and last.touched
-    return replace(_report(state, session_id, stage), error=error, touched=touched)
+    return evolve(_report(state, session_id, stage), error=error, touched=touched)
 
 
 # --- jobs -------------------------------------------------------------------------------------------
 
 
 def _start(state: RankState, job: StartJob) -> Step:
-    return replace(state, running=job), [job]
+    return evolve(state, running=job), [job]
 
 
 def _job_done(state: RankState, event: JobDone) -> Step:
@@ -379,7 +380,7 @@ def _job_done(state: RankState, event: JobDone) -> Step:
         return state, []
     if running.spec.session_id != event.session_id:
         return state, []
-    state = replace(state, running=None, touched=state.touched or event.touched)
+    state = evolve(state, running=None, touched=state.touched or event.touched)
     if running.job is Job.DISCARD:
         state, actions = _discarded(state, running, event.error)
     else:
@@ -387,7 +388,7 @@ def _job_done(state: RankState, event: JobDone) -> Step:
     queued = state.queued
     if queued is None:
         return state, actions
-    state, more = _obey(replace(state, queued=None), queued)
+    state, more = _obey(evolve(state, queued=None), queued)
     return state, [*actions, *more]
 
 
@@ -397,14 +398,14 @@ def _discarded(state: RankState, job: StartJob, error: WeightSyncError | None) -
         tainted = f"rank {state.rank} could not give an update up: {error}"
     if tainted is None and state.touched:
         tainted = "live weights were written while an update was given up"
-    state = replace(state, tainted=tainted)
-    report = replace(
+    state = evolve(state, tainted=tainted)
+    report = evolve(
         _report(state, job.spec.session_id, Stage.ABORT),
         error=error,
         touched=state.touched,
         leader_epoch=state.opened_by,
     )
-    state = replace(state, phase=RankPhase.IDLE, spec=None, touched=False, last=report)
+    state = evolve(state, phase=RankPhase.IDLE, spec=None, touched=False, last=report)
     return state, [report]
 
 
@@ -413,17 +414,17 @@ def _finish(state: RankState, job: StartJob, error: WeightSyncError | None) -> S
         # Given up while the last bytes arrived. A leader that heard of success could still decide
         # to commit what this rank is about to drop.
         error = SessionError(f"rank {state.rank} gave the session up")
-    report = replace(
+    report = evolve(
         _report(state, job.spec.session_id, _STAGE[job.job]),
         move_id=job.move_id,
         error=error,
         touched=state.touched,
         leader_epoch=state.opened_by,
     )
-    state = replace(state, last=report)
+    state = evolve(state, last=report)
     if error is not None:
         return state, [report]  # the leader answers with a Discard
-    state = replace(state, phase=_AFTER[job.job])
+    state = evolve(state, phase=_AFTER[job.job])
     if job.job is Job.RESUME:
-        state = replace(state, spec=None, touched=False)
+        state = evolve(state, spec=None, touched=False)
     return state, [report]

@@ -7,10 +7,11 @@ whoever carries them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any, Final, get_type_hints
 
 from weightsync.errors import ProtocolError, WeightSyncError, from_wire, to_wire
+from weightsync.records import evolve
 from weightsync.session import (
     Discard,
     Open,
@@ -44,7 +45,7 @@ def for_rank(order: Order, rank: int) -> Order:
     """The order with what of its payload is meant for this rank, and nothing of the others'."""
     if not isinstance(order, Pull | Verify):
         return order
-    return replace(order, payload=payload_for(order.payload, rank))
+    return evolve(order, payload=payload_for(order.payload, rank))
 
 
 def payload_for(payload: Payload, rank: int) -> Payload:

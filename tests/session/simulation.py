@@ -19,7 +19,6 @@ from multiprocessing import get_context
 from weightsync.session_leader import Phase
 
 from .engine import Engine
-from .quick import quick_machines
 from .trainer import Trainer
 from .world import Chaos, Violation, World
 
@@ -222,10 +221,9 @@ def run_seeds(seeds: Iterable[int]) -> Counter[str]:
     total: Counter[str] = Counter()
     gc.disable()  # worlds are cyclic; one sweep for the lot is much cheaper
     try:
-        with quick_machines():
-            for seed in seeds:
-                total.update(run_seed(seed))
-                total["seeds"] += 1
+        for seed in seeds:
+            total.update(run_seed(seed))
+            total["seeds"] += 1
     finally:
         gc.enable()
         gc.collect()
@@ -233,12 +231,11 @@ def run_seeds(seeds: Iterable[int]) -> Counter[str]:
 
 
 def first_failure(seeds: Iterable[int]) -> SeedFailed | None:
-    with quick_machines():
-        for seed in seeds:
-            try:
-                run_seed(seed)
-            except SeedFailed as failure:
-                return failure
+    for seed in seeds:
+        try:
+            run_seed(seed)
+        except SeedFailed as failure:
+            return failure
     return None
 
 
