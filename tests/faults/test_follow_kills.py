@@ -6,6 +6,7 @@ itself.
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import threading
@@ -41,7 +42,8 @@ REFUSES = {
     "staged": DELTA[DELTA.index("engine.place") :],
     "in_place": ("follow.landed", *DELTA[DELTA.index("engine.moved") :]),
 }
-NUM_INSTANTS = 8
+#: A recorded run: `WEIGHTSYNC_TEST_INSTANTS=200 pytest --timeout 1800 -k random_instants tests/faults`.
+NUM_INSTANTS = int(os.environ.get("WEIGHTSYNC_TEST_INSTANTS", "8"))
 
 
 def publish(directory: Path, *versions: int) -> Publisher:

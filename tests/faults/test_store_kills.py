@@ -6,6 +6,7 @@ bit for bit and under its label, and both go on by themselves.
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import threading
@@ -25,7 +26,8 @@ PULLER = [p for p in FAULT_POINTS if p.startswith("local.") and p != "local.seed
 PUBLISHER = [p for p in FAULT_POINTS if p.startswith("store.") and p != "store.collected"]
 #: From here on the update is done by whoever opens the checkpoint next.
 DECIDED = {"local.applying", "local.half", "local.written", "local.ready"}
-NUM_INSTANTS = 8
+#: A recorded run: `WEIGHTSYNC_TEST_INSTANTS=200 pytest --timeout 1800 -k random_instants tests/faults`.
+NUM_INSTANTS = int(os.environ.get("WEIGHTSYNC_TEST_INSTANTS", "8"))
 
 
 def check_local(directory: Path) -> int | None:
