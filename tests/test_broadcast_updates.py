@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ from updating import (
 )
 
 from weightsync.errors import WeightSyncError
+from weightsync.link import EngineLink
 from weightsync.transports import broadcast_group
 from weightsync.transports.collective_gloo import GlooCollective
 from weightsync.types import Outcome
@@ -106,6 +108,38 @@ def test_the_group_is_made_anew_without_the_engine_that_was_fenced(groups: list[
         assert engines[0].digest(list(weights(0))) == digests(weights(3))
     assert groups[0] == 2
     assert groups[-1] == 1
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_connecting_one_engine_again_connects_those_of_its_group(
+    lost: int, groups: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others of its group looked well when the update began, and are parted with by that alone."""
+    engines = [engine_of(seed) for seed in range(2)]
+    with connected(*engines, **OPTIONS) as (sender, _):
+        refit(sender, 1, weights(1))
+        links = list(sender._links)
+        looked = threading.Event()
+        original = EngineLink.connect
+
+        def connect_late(link: EngineLink) -> None:
+            assert looked.wait(10.0)
+            original(link)
+
+        def look(link: EngineLink) -> str | None:
+            found = link.ends.lost()
+            if link is links[1 - lost]:
+                looked.set()
+            return found
+
+        monkeypatch.setattr(EngineLink, "connect", connect_late)
+        monkeypatch.setattr(EngineLink, "lost", look)
+        links[lost].is_stale = True
+        report = refit(sender, 2, weights(2))
+        assert outcomes(report) == [Outcome.COMMITTED] * 2
+        for engine in engines:
+            assert engine.digest(list(weights(0))) == digests(weights(2))
+    assert groups == [2, 2]
 
 
 def test_an_engine_that_refuses_to_begin_does_not_stop_the_others() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import http.client
 import json
 import pickle
@@ -255,6 +256,32 @@ def test_a_connection_to_ourselves_is_nobody() -> None:
         patch.setattr(socket, "create_connection", same_port)
         with pytest.raises(PeerLostError, match="nothing listens"):
             client.call(STATUS, limit_s=LIMIT_S)
+
+
+def test_a_server_that_goes_while_it_is_connected_leaves_nothing_open(handler: Handler) -> None:
+    """Between the connection and the question who is at the other end."""
+    made: list[socket.socket] = []
+
+    class Going(socket.socket):
+        def getpeername(self) -> Any:
+            raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
+
+    def connect(address: Any, timeout: float) -> socket.socket:
+        sock = Going(socket.AF_INET, socket.SOCK_STREAM)
+        made.append(sock)
+        sock.settimeout(timeout)
+        sock.connect(address)
+        return sock
+
+    with (
+        serve(handler) as server,
+        client_of(server.url) as client,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr(socket, "create_connection", connect)
+        with pytest.raises(PeerLostError, match="not connected"):
+            client.call(STATUS, limit_s=LIMIT_S)
+        assert [sock.fileno() for sock in made] == [-1]
 
 
 def test_a_server_that_is_closed_in_between_is_lost_and_found_again(handler: Handler) -> None:

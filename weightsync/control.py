@@ -144,16 +144,18 @@ class HttpClient:
 
     def _connect(self, limit_s: float) -> socket.socket:
         sock = socket.create_connection((self._host, self._port), timeout=limit_s)
-        if sock.getsockname() == sock.getpeername():
-            # Nobody listens on that port yet, and the kernel gave it to us as our own end.
+        try:
+            if sock.getsockname() == sock.getpeername():
+                # Nobody listens on that port yet, and the kernel gave it to us as our own end.
+                raise ConnectionRefusedError(f"nothing listens on port {self._port}")
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            with self._lock:
+                if self._is_closed:
+                    raise ConnectionError("this client is closed")
+                self._all.add(sock)
+        except BaseException:  # also where the other end went in this moment: it has no name then
             sock.close()
-            raise ConnectionRefusedError(f"nothing listens on port {self._port}")
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        with self._lock:
-            if self._is_closed:
-                sock.close()
-                raise ConnectionError("this client is closed")
-            self._all.add(sock)
+            raise
         self._local.sock = sock
         return sock
 

@@ -223,6 +223,11 @@ class EngineLink:
         """Why the engine's process is known to be gone."""
         return self.ends.lost()
 
+    @property
+    def needs_connecting(self) -> bool:
+        """Whether the engine, or the transport to it, was lost since it was connected."""
+        return self.is_broken or self.is_stale or self.lost() is not None
+
     def heartbeat(self) -> None:
         """Renew the lease; a failure shows in the stage that runs, not here."""
         with suppress(WeightSyncError):

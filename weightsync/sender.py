@@ -303,19 +303,27 @@ class Update:
         self._sender._num_updates += 1
         self._number = self._sender._num_updates
         try:
-            self._on_sessions(self._connect_again)
+            self._connect_lost()
         except BaseException as error:
             self._sender._update = None
             self._tell_end(error)
             raise
         return self
 
-    def _connect_again(self, session: _Session) -> None:
-        link = session.link
-        link.phases = {}
-        if link.is_broken or link.is_stale or link.lost() is not None:
-            link.is_broken = True
-            link.connect()
+    def _connect_lost(self) -> None:
+        """Connect engines again that were lost, or whose transport is of no use any more."""
+
+        def connect(session: _Session) -> None:
+            if session.link.needs_connecting:
+                session.link.is_broken = True
+                session.link.connect()
+
+        for session in self._sessions:
+            session.link.phases = {}
+        self._on_sessions(connect)
+        # Parting with one engine ends what it shared with others, which looked well a moment ago.
+        if any(s.link.needs_connecting for s in self._sessions if s.error is None):
+            self._on_sessions(connect)
 
     def _on_sessions(self, act: Callable[[_Session], None]) -> None:
         """``act`` on every engine that has not failed; one that fails is fenced off, and when none is
