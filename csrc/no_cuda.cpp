@@ -6,6 +6,7 @@
 #include "weightsync/cuda_memory.hpp"
 #include "weightsync/cuda_tables.hpp"
 #include "weightsync/delta_batch.hpp"
+#include "weightsync/delta_decode_batch.hpp"
 #include "weightsync/delta_patch.hpp"
 #include "weightsync/device.hpp"
 #include "weightsync/peer_sum.hpp"
@@ -66,6 +67,13 @@ CudaDeltaEncoder::~CudaDeltaEncoder() = default;
 void CudaDeltaEncoder::run(DeltaBatch*, const std::uint64_t*, std::uintptr_t, int) {}
 std::vector<double> CudaDeltaEncoder::seconds() const { return {}; }
 void CudaDeltaEncoder::close() {}
+
+struct CudaDeltaDecoder::State {};
+CudaDeltaDecoder::CudaDeltaDecoder(int device) { fail("CudaDeltaDecoder", device); }
+CudaDeltaDecoder::~CudaDeltaDecoder() = default;
+void CudaDeltaDecoder::run(DeltaDecodeBatch*, std::uint64_t*, std::uintptr_t) {}
+std::vector<double> CudaDeltaDecoder::seconds() const { return {}; }
+void CudaDeltaDecoder::close() {}
 
 ArenaRange cuda_arena_reserve(std::uint64_t, int device) { fail("cuda_arena_reserve", device); }
 void cuda_arena_map(std::uint64_t, std::uint64_t, int device) { fail("cuda_arena_map", device); }

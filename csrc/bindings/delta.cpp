@@ -4,6 +4,7 @@
 
 #include "bindings.hpp"
 #include "weightsync/delta_batch.hpp"
+#include "weightsync/delta_decode_batch.hpp"
 #include "weightsync/delta_kernels.hpp"
 
 namespace py = pybind11;
@@ -116,6 +117,56 @@ class DeltaEncoder {
     DeltaBatch batch_;
 };
 
+// Records decoded where their old values lie: on a device, or (device -1, for tests) by its twin.
+class DeltaDecoder {
+  public:
+    explicit DeltaDecoder(int device) {
+        if (device >= 0) cuda_ = std::make_unique<CudaDeltaDecoder>(device);
+    }
+    // `inputs_ptr`: uint64 [num_rows, 2], record and its bytes. Writes int64 [num_rows] to
+    // `outcomes_ptr`, and the new digests of all blocks of what is done.
+    void run(std::uintptr_t rows_ptr, std::uintptr_t inputs_ptr, std::int64_t num_rows,
+             std::uintptr_t digests_ptr, std::uintptr_t outcomes_ptr, std::uintptr_t stream) {
+        std::vector<DeltaDecodeInput> inputs;
+        const auto* in = pointer<const std::uint64_t>(inputs_ptr);
+        for (std::int64_t i = 0; i < num_rows; ++i, in += 2) {
+            inputs.push_back(
+                {pointer<const unsigned char>(in[0]), static_cast<std::int64_t>(in[1])});
+        }
+        DeltaDecodeBatch batch =
+            delta_decode_batch(pointer<const DeltaDecodeRow>(rows_ptr), inputs.data(), num_rows);
+        auto* digests = pointer<std::uint64_t>(digests_ptr);
+        if (cuda_ != nullptr) {
+            cuda_->run(&batch, digests, stream);
+        } else {
+            run_delta_decode(&batch, digests);
+        }
+        auto* out = pointer<std::int64_t>(outcomes_ptr);
+        for (const DeltaDecodeOutcome outcome : batch.outcomes) {
+            *out++ = static_cast<std::int64_t>(outcome);
+        }
+    }
+    std::vector<double> seconds() const {
+        return cuda_ == nullptr ? std::vector<double>{} : cuda_->seconds();
+    }
+    void close() {
+        if (cuda_ != nullptr) cuda_->close();
+    }
+
+  private:
+    std::unique_ptr<CudaDeltaDecoder> cuda_;
+};
+
+void bind_decoder(py::module_& module) {
+    py::class_<DeltaDecoder>(module, "DeltaDecoder", plain_metaclass())
+        .def(py::init<int>(), py::arg("device"))
+        .def("run", &DeltaDecoder::run, py::arg("rows_ptr"), py::arg("inputs_ptr"),
+             py::arg("num_rows"), py::arg("digests_ptr"), py::arg("outcomes_ptr"),
+             py::arg("stream"), py::call_guard<py::gil_scoped_release>())
+        .def("seconds", &DeltaDecoder::seconds)
+        .def("close", &DeltaDecoder::close, py::call_guard<py::gil_scoped_release>());
+}
+
 void bind_encoder(py::module_& module) {
     py::class_<DeltaEncoder>(module, "DeltaEncoder", plain_metaclass())
         .def(py::init<int, std::uint32_t>(), py::arg("device"), py::arg("capacity") = 288)
@@ -134,6 +185,7 @@ void bind_encoder(py::module_& module) {
 void bind_delta(py::module_& module) {
     py::register_exception<DeltaError>(module, "DeltaError", PyExc_RuntimeError);
     bind_encoder(module);
+    bind_decoder(module);
     module.attr("DELTA_BLOCK") = kDeltaBlock;
     module.attr("DELTA_SPAN") = kDeltaSpan;
     module.def("delta_kernel", &delta_kernel_name);

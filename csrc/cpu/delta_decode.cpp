@@ -2,6 +2,7 @@
 #include <cstring>
 #include <string>
 
+#include "weightsync/delta_decode_batch.hpp"
 #include "weightsync/delta_kernels.hpp"
 
 namespace weightsync {
@@ -74,6 +75,38 @@ DeltaParameters read_parameters(const Record& record) {
 
 std::uint64_t block_digest(const DeltaPlace& place, const unsigned char* data, std::int64_t b);
 
+// What the index of a record says of its blocks, one after the other.
+class IndexReader {
+  public:
+    struct Entry {
+        std::uint32_t num_bytes;
+        std::uint32_t check;
+    };
+
+    IndexReader(const DeltaPlace& place, const Record& record) : modes_(record.index) {
+        const std::int64_t mode_bytes = (place.num_blocks() + 1) / 2;
+        if (record.header.index_bytes < mode_bytes) fail("an index shorter than its modes");
+        entry_ = modes_ + mode_bytes;
+        end_ = record.index + record.header.index_bytes;
+    }
+    int mode(std::int64_t b) const { return (modes_[b / 2] >> (b % 2 * 4)) & 15; }
+    // Of the next block that changed.
+    Entry take() {
+        if (end_ - entry_ < kDeltaEntryBytes) fail("the index ends early");
+        Entry entry{0, 0};
+        std::memcpy(&entry.num_bytes, entry_, 3);
+        std::memcpy(&entry.check, entry_ + 3, 4);
+        entry_ += kDeltaEntryBytes;
+        return entry;
+    }
+    bool is_over() const { return entry_ == end_; }
+
+  private:
+    const unsigned char* modes_;
+    const unsigned char* entry_;
+    const unsigned char* end_;
+};
+
 class SpanDecoder {
   public:
     SpanDecoder(const DeltaPlace& place, const Record& record, const unsigned char* dense,
@@ -85,18 +118,14 @@ class SpanDecoder {
           dense_left_(num_dense),
           old_(old),
           out_(out),
-          scratch_(delta_scratch()) {
+          scratch_(delta_scratch()),
+          index_(place, record) {
         expect("dense elements", static_cast<std::uint64_t>(num_dense),
                record.header.dense_elements);
         block_.place = &place_;
         block_.parameters = &parameters_;
         block_.word_shift = word_shift(place);
         block_.is_absolute = (record.header.flags & kDeltaFlagAbsolute) != 0;
-        modes_ = record.index;
-        const std::int64_t mode_bytes = (place.num_blocks() + 1) / 2;
-        if (record.header.index_bytes < mode_bytes) fail("an index shorter than its modes");
-        entry_ = modes_ + mode_bytes;
-        entries_end_ = record.index + record.header.index_bytes;
         sparse_ = record.sparse;
         sparse_left_ = record.header.sparse_bytes;
     }
@@ -104,7 +133,7 @@ class SpanDecoder {
     // Moves the digest of block `b` from its old to its new contents; returns the old one, which is
     // taken from the elements unless it is known.
     std::uint64_t run_block(std::int64_t b, bool is_known, std::uint64_t* digest) {
-        const int mode = (modes_[b / 2] >> (b % 2 * 4)) & 15;
+        const int mode = index_.mode(b);
         std::uint64_t before = *digest;
         if (!is_known && (mode == 0 || mode == static_cast<int>(DeltaMode::dense))) {
             before = block_digest(place_, old_, b);
@@ -114,11 +143,12 @@ class SpanDecoder {
         if (mode == 0) return before;
         try {
             block_.index = b;
-            const std::uint32_t check = take_entry();
+            const IndexReader::Entry entry = index_.take();
+            num_bytes_ = entry.num_bytes;
             const std::uint64_t added =
                 run_mode(static_cast<DeltaMode>(mode), is_known ? nullptr : &before);
             *digest = before + added;
-            if (delta_block_check(*digest) != check) {
+            if (delta_block_check(*digest) != entry.check) {
                 fail("the result is not what was sent; the base differs from the sender's");
             }
         } catch (const DeltaError& error) {
@@ -128,7 +158,7 @@ class SpanDecoder {
     }
 
     void finish() const {
-        if (entry_ != entries_end_ || sparse_left_ != 0 || dense_left_ != 0) {
+        if (!index_.is_over() || sparse_left_ != 0 || dense_left_ != 0) {
             fail("sections longer than what they hold");
         }
         const std::int64_t expected = record_.header.num_changed;
@@ -139,16 +169,6 @@ class SpanDecoder {
     }
 
   private:
-    std::uint32_t take_entry() {
-        if (entries_end_ - entry_ < kDeltaEntryBytes) fail("the index ends early");
-        num_bytes_ = 0;
-        std::memcpy(&num_bytes_, entry_, 3);
-        std::uint32_t check = 0;
-        std::memcpy(&check, entry_ + 3, 4);
-        entry_ += kDeltaEntryBytes;
-        return check;
-    }
-
     std::uint64_t run_mode(DeltaMode mode, std::uint64_t* old_digest) {
         const int kind = static_cast<int>(place_.kind);
         const unsigned char* old = old_ + block_.first_element() * place_.element_bytes();
@@ -221,9 +241,7 @@ class SpanDecoder {
     DeltaOutput* out_;
     DeltaScratch* scratch_;
     DeltaBlock block_{};
-    const unsigned char* modes_;
-    const unsigned char* entry_;
-    const unsigned char* entries_end_;
+    IndexReader index_;
     const unsigned char* sparse_;
     std::uint32_t sparse_left_;
     std::uint32_t num_bytes_ = 0;
@@ -276,6 +294,38 @@ DeltaDecoded delta_decode(const DeltaPlace& place, const unsigned char* record_b
     }
     result.num_changed = out.count;
     return result;
+}
+
+bool delta_record_units(const DeltaPlace& place, const DeltaDecodeInput& input,
+                        DeltaParameters* parameters, std::vector<DeltaDecodeUnit>* units,
+                        std::uint32_t* num_changed, std::uint64_t* result_digest) {
+    const Record record = open_record(place, input.record, input.num_bytes);
+    *parameters = read_parameters(record);
+    *num_changed = record.header.num_changed;
+    *result_digest = record.header.result_digest;
+    if ((record.header.flags & kDeltaFlagAbsolute) != 0 || record.header.dense_elements != 0) {
+        return false;
+    }
+    IndexReader index(place, record);
+    std::uint64_t used = 0;
+    for (std::int64_t b = 0; b < place.num_blocks(); ++b) {
+        const int mode = index.mode(b);
+        if (mode == 0) continue;
+        if (mode > static_cast<int>(DeltaMode::classes)) fail("a mode that cannot be here");
+        const IndexReader::Entry entry = index.take();
+        DeltaDecodeUnit unit{};
+        unit.block = static_cast<std::uint32_t>(b);
+        unit.offset = static_cast<std::uint32_t>(record.sparse - input.record + used);
+        unit.num_bytes = entry.num_bytes;
+        unit.check = entry.check;
+        unit.is_gaps = mode == static_cast<int>(DeltaMode::gaps) ? 1 : 0;
+        units->push_back(unit);
+        used += entry.num_bytes;
+    }
+    if (!index.is_over() || used != record.header.sparse_bytes) {
+        fail("sections longer than what they hold");
+    }
+    return true;
 }
 
 }  // namespace weightsync

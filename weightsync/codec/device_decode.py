@@ -1,0 +1,228 @@
+"""Records decoded where their old values lie, on a device: only records and 8 bytes a block travel.
+
+What is found are the changes of :func:`weightsync.codec.decode_record`, in no order, and the digests that
+the blocks would have. What a device cannot do, it says (:class:`Outcome`), and the host decodes that span.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsync import native
+from weightsync.bucket import align
+from weightsync.codec.record import read_header
+from weightsync.codec.spans import Bytes, Digests
+from weightsync.device_tables import (
+    CPU,
+    DeviceMemory,
+    cuda_errors,
+    cuda_index,
+    read_bytes,
+    stream_of,
+    write_bytes,
+)
+from weightsync.errors import IntegrityError
+from weightsync.native_delta import Place
+
+_PADDING_BYTES: Final = 16  # behind the last record: whole words are read
+
+
+class Outcome(Enum):
+    """What became of a span; the value is the native code."""
+
+    DECODED = 0
+    FORM = 1  # dense blocks, or absolute ones: for the host
+    CROWDED = 2  # some block changes more than a device takes at once
+    DAMAGED = 3  # it cannot be, or does not fit its base: the host's decoder says how
+
+    @property
+    def reason(self) -> str:
+        """Why the host must decode it; empty if it need not."""
+        return {
+            Outcome.FORM: "it has dense or absolute blocks",
+            Outcome.CROWDED: "a block changed in many places",
+            Outcome.DAMAGED: "it is damaged, or the base differs from the sender's",
+        }.get(self, "")
+
+
+_OUTCOMES = tuple(Outcome)
+
+
+@dataclass(frozen=True, eq=False)
+class CodedSpans:
+    """Spans with their records in host memory. ``old_ptrs`` are addresses of the device and multiples of
+    16; ``digests`` (uint64, all blocks of the spans in turn) are those of the old blocks."""
+
+    places: Sequence[Place]
+    records: Sequence[Bytes]
+    old_ptrs: Sequence[int]
+    digests: Digests
+
+
+@dataclass(frozen=True)
+class DecodedSpan:
+    """``count`` positions (uint32, in the span) and new values, on the device."""
+
+    outcome: Outcome
+    positions_ptr: int
+    values_ptr: int
+    count: int
+
+
+class DecodedSpans:
+    """What was found, and the memory it lies in. ``digests`` are the new ones of what was decoded."""
+
+    def __init__(
+        self, spans: Sequence[DecodedSpan], digests: Digests, memory: Any, device: str
+    ) -> None:
+        self.spans, self.digests = spans, digests
+        self._memory, self._device = memory, device
+
+    def changes(self, number: int, place: Place) -> tuple[npt.NDArray[np.uint32], Bytes]:
+        """Positions and values of one span, copied to the host."""
+        span, width = self.spans[number], place.kind.element_bytes
+        positions = read_bytes(span.positions_ptr, 4 * span.count, self._device)
+        values = read_bytes(span.values_ptr, width * span.count, self._device)
+        return np.frombuffer(positions, dtype=np.uint32), np.frombuffer(values, dtype=np.uint8)
+
+    def close(self) -> None:
+        """Free it. Idempotent."""
+        if isinstance(self._memory, DeviceMemory):
+            self._memory.close()
+
+
+class SpanDecoder:
+    """Decodes spans on ``device``; on the CPU the same code runs over memory of this process, for tests."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        index = -1 if device == CPU else cuda_index(device)
+        self._stream = 0 if device == CPU else stream_of(index)
+        with cuda_errors(device):
+            self._core: Any = native.extension.DeltaDecoder(index)
+
+    def decode(self, coded: CodedSpans) -> DecodedSpans:
+        """By span what became of it, and where its changes lie.
+
+        Memory of the device: the records, and position and value of each change. Raises
+        :class:`ValueError` for an address that is no multiple of 16, and :class:`TransportError`.
+        """
+        counts = [_count_of(r, p) for r, p in zip(coded.records, coded.places, strict=True)]
+        offsets, room = _offsets(coded.places, counts)
+        memory, base = self._room(room)
+        try:
+            packed, starts = _packed(coded.records)
+            held, records_ptr = self._room(packed.size)
+            try:
+                write_bytes(records_ptr, packed.tobytes(), self._device)
+                rows = _rows(coded, [records_ptr + s for s in starts], base, offsets)
+                outcomes, digests = self._run(rows, packed, starts, coded)
+            finally:
+                if isinstance(held, DeviceMemory):
+                    held.close()
+        except BaseException:
+            if isinstance(memory, DeviceMemory):
+                memory.close()
+            raise
+        found = [
+            DecodedSpan(outcome, base + positions, base + values, count)
+            for outcome, (positions, values), count in zip(outcomes, offsets, counts, strict=True)
+        ]
+        return DecodedSpans(found, digests, memory, self._device)
+
+    def _run(
+        self,
+        rows: npt.NDArray[np.uint64],
+        packed: Bytes,
+        starts: Sequence[int],
+        coded: CodedSpans,
+    ) -> tuple[list[Outcome], Digests]:
+        inputs = np.zeros((len(rows), 2), dtype=np.uint64)
+        inputs[:, 0] = [packed.ctypes.data + start for start in starts]
+        inputs[:, 1] = [record.size for record in coded.records]
+        digests = coded.digests.copy()
+        codes = np.zeros(len(rows), dtype=np.int64)
+        with cuda_errors(self._device):
+            self._core.run(
+                rows.ctypes.data, inputs.ctypes.data, len(rows), digests.ctypes.data,
+                codes.ctypes.data, self._stream,
+            )  # fmt: skip
+        return [_OUTCOMES[code] for code in codes.tolist()], digests
+
+    def _room(self, num_bytes: int) -> tuple[Any, int]:
+        """Memory of the device, and its address, a multiple of 16."""
+        if self._device != CPU:
+            memory = DeviceMemory(max(num_bytes, 1), self._device)
+            return memory, memory.ptr
+        data = np.empty(num_bytes + 16, dtype=np.uint8)
+        return data, data.ctypes.data + -data.ctypes.data % 16
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Where the time of the last call on a device went."""
+        return dict(zip(("tables_s", "blocks_s", "copy_s"), self._core.seconds(), strict=False))
+
+    def close(self) -> None:
+        """Free what lies on the device. Idempotent."""
+        with cuda_errors(self._device):
+            self._core.close()
+
+
+def _count_of(record: Bytes, place: Place) -> int:
+    """Changes that a record says it has; none of one that cannot be, which decoding will say."""
+    try:
+        return min(read_header(record, place).num_changed, place.num_elements)
+    except IntegrityError:
+        return 0
+
+
+def _offsets(places: Sequence[Place], counts: Sequence[int]) -> tuple[list[tuple[int, int]], int]:
+    """Where positions and values of each span lie, and the size of all."""
+    found, used = [], 0
+    for place, count in zip(places, counts, strict=True):
+        values = align(used + 4 * count)
+        found.append((used, values))
+        used = align(values + place.kind.element_bytes * count)
+    return found, used
+
+
+def _packed(records: Sequence[Bytes]) -> tuple[Bytes, list[int]]:
+    """All records in one piece, each at a multiple of 16, with room behind."""
+    starts, used = [], 0
+    for record in records:
+        starts.append(used)
+        used += -(-record.size // 16) * 16
+    packed = np.zeros(used + _PADDING_BYTES, dtype=np.uint8)
+    for start, record in zip(starts, records, strict=True):
+        packed[start : start + record.size] = record
+    return packed, starts
+
+
+def _rows(
+    coded: CodedSpans,
+    record_ptrs: Sequence[int],
+    base: int,
+    offsets: Sequence[tuple[int, int]],
+) -> npt.NDArray[np.uint64]:
+    """The native table; the core fills in how many changes a record has."""
+    return np.array(
+        [
+            (
+                old, record, base + positions, base + values,
+                p.kind.value, p.start_element, p.num_elements, p.seed, p.word_bytes, 0,
+            )
+            for p, old, record, (positions, values) in zip(
+                coded.places, coded.old_ptrs, record_ptrs, offsets, strict=True
+            )
+        ],
+        dtype=np.uint64,
+    ).reshape(-1, 10)  # fmt: skip
+
+
+__all__ = ["CodedSpans", "DecodedSpan", "DecodedSpans", "Outcome", "SpanDecoder"]
