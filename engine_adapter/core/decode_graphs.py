@@ -156,9 +156,9 @@ class DecodeGraphs:
         else:
             _leave(self._graphs, self._found, self._slots, self.pool)
             _log.error(
-                "decode steps did not end within %.0f s: a rank of the engine is gone or stuck. %d decode "
-                "graphs and their memory on %s are left until rank %d's process ends: restart the engine",
-                limit_s, len(self._graphs), self.state.device, self._group.rank,
+                "%s; %d decode graphs and their memory on %s are left until this process ends",
+                self._group.lost(f"decode steps did not end within {limit_s:.0f} s"),
+                len(self._graphs), self.state.device,
             )  # fmt: skip
         self._graphs, self._found = {}, {}
 

@@ -115,4 +115,4 @@ def test_a_rank_that_is_gone_is_named(tmp_path: Path) -> None:
         ranks.children[0].send({"step": {"a": [4]}})
         answer = ranks.children[0].receive(LIMIT_S)
     assert answer["error"].startswith("PeerLostError: all_gather over 2 ranks")
-    assert "restart the engine" in answer["error"]
+    assert "rank 1 of the engine is gone or stuck: restart the engine" in answer["error"]
