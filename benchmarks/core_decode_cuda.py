@@ -15,8 +15,6 @@ operations.
     python benchmarks/core_decode_cuda.py [--models qwen3-0.6b ...] [--eager] [--json FILE]
 """
 
-import argparse
-import json
 import random
 import statistics
 import time
@@ -26,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from bench_parts.command import command_line, has_gpus, write_figures
 
 from engine_adapter.core.arena import MemoryKind
 from engine_adapter.core.config import parse_config
@@ -35,7 +34,7 @@ from engine_adapter.core.engine import Engine
 from engine_adapter.core.engine_config import EngineConfig
 from engine_adapter.core.model import DecoderModel
 from engine_adapter.core.sampling_params import SamplingParams
-from weightsync import native, native_cuda_core
+from weightsync import native_cuda_core
 from weightsync.presets import get_preset
 
 DEVICE = torch.device("cuda:0")
@@ -242,7 +241,7 @@ def time_alone(engine: Engine, rates: Rates) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = command_line(__doc__, "the smallest model alone: does it run?")
     parser.add_argument("--models", nargs="+", default=["qwen3-0.6b", "qwen3-8b"])
     parser.add_argument("--eager", action="store_true", help="without graphs")
     parser.add_argument("--alone", action="store_true", help="one request only")
@@ -252,13 +251,8 @@ def main() -> None:
         "--requests", type=int, default=REQUESTS, help="the first of the workload only"
     )
     parser.add_argument("--kv-cache-tokens", type=int, default=320_000)
-    parser.add_argument(
-        "--tiny", action="store_true", help="the smallest model alone: does it run?"
-    )
-    parser.add_argument("--json", help="write figures here")
     options = parser.parse_args()
-    if not native.has_cuda():
-        print(f"nothing to measure: {native.cuda_unavailable_reason()}")
+    if not has_gpus():
         return
     if options.tiny:
         options.models, options.alone = ["qwen3-0.6b"], True
@@ -291,9 +285,7 @@ def main() -> None:
         figures[name] = found
         del engine
         torch.cuda.empty_cache()
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump(figures, file, indent=1)
+    write_figures(options.json, figures)
 
 
 if __name__ == "__main__":

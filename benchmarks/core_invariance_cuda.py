@@ -9,7 +9,6 @@ prefilling 4 x 2,048 tokens.
     python benchmarks/core_invariance_cuda.py [--models qwen3-8b ...] [--rounds N] [--json FILE]
 """
 
-import argparse
 import json
 import os
 import statistics
@@ -19,7 +18,7 @@ import time
 from itertools import pairwise
 from typing import Any
 
-from weightsync import native
+from bench_parts.command import command_line, has_gpus, write_figures
 
 ROWS = (1, 64, 256)
 CONTEXT = 512
@@ -111,17 +110,12 @@ def compare(model: str, rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = command_line(__doc__, "the smallest model, once: does it run?")
     parser.add_argument("--models", nargs="+", default=["qwen3-0.6b", "qwen3-8b"])
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--policy", choices=POLICIES, help="measure this one here, as JSON")
-    parser.add_argument(
-        "--tiny", action="store_true", help="the smallest model, once: does it run?"
-    )
-    parser.add_argument("--json", help="write figures here")
     options = parser.parse_args()
-    if not native.has_cuda():
-        print(f"nothing to measure: {native.cuda_unavailable_reason()}")
+    if not has_gpus():
         return
     if options.policy:
         print(json.dumps(measure(options.models[0], options.policy)))
@@ -132,9 +126,7 @@ def main() -> None:
     for name in options.models:
         print(name)
         figures[name] = compare(name, options.rounds)
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump(figures, file, indent=1)
+    write_figures(options.json, figures)
 
 
 if __name__ == "__main__":

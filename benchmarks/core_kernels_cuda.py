@@ -8,8 +8,6 @@ same run reads 4 GiB (bytes of K and V over time); prefill against the rate of a
     python benchmarks/core_kernels_cuda.py [--only WORD] [--rounds N] [--sweep] [--json FILE]
 """
 
-import argparse
-import json
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from bench_parts.command import command_line, has_gpus, write_figures
 from torch import Tensor
 
 from engine_adapter.core.attention import FusedHeads
@@ -28,7 +27,7 @@ from engine_adapter.core.cuda_products import prepare_cublas
 from engine_adapter.core.cuda_rows import cuda_add_norm, cuda_gated
 from engine_adapter.core.cuda_sampling import SampleInputs, sample_on_cuda
 from engine_adapter.core.kv_cache import KvCache, KvShape
-from weightsync import native, native_cuda_core
+from weightsync import native_cuda_core
 
 DEVICE = torch.device("cuda:0")
 PAGE_SIZE = 64
@@ -253,15 +252,12 @@ def time_rows(rate: float, rounds: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = command_line(__doc__, "two rounds: does it run?")
     parser.add_argument("--only", default="", help="decode, prefill or rows")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--sweep", action="store_true", help="all launch shapes of decoding")
-    parser.add_argument("--tiny", action="store_true", help="two rounds: does it run?")
-    parser.add_argument("--json", help="write figures here")
     options = parser.parse_args()
-    if not native.has_cuda():
-        print(f"nothing to measure: {native.cuda_unavailable_reason()}")
+    if not has_gpus():
         return
     if options.tiny:
         options.rounds = 2
@@ -278,9 +274,7 @@ def main() -> None:
     for name, part in parts.items():
         if options.only in ("", name):
             figures[name] = part()
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump(figures, file, indent=1)
+    write_figures(options.json, figures)
 
 
 if __name__ == "__main__":

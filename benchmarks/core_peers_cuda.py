@@ -11,7 +11,6 @@ First the check: log-probs of a prompt by the core are near transformers'.
     python benchmarks/core_peers_cuda.py [--model qwen3-0.6b] [--requests N] [--limit-s S] [--json FILE]
 """
 
-import argparse
 import importlib
 import json
 import subprocess
@@ -22,8 +21,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from bench_parts.command import command_line, has_gpus, write_figures
 
-from weightsync import native
 from weightsync.presets import get_preset
 
 DEVICE = "cuda:0"
@@ -156,18 +155,15 @@ def measured_apart(arguments: list[str], limit_s: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = command_line(__doc__, "four requests: does it run?")
     parser.add_argument("--model", default="qwen3-0.6b")
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS)
     parser.add_argument("--only", nargs="+", choices=CONTESTANTS, default=CONTESTANTS)
     parser.add_argument("--limit-s", type=float, default=60.0, help="of each contestant")
     parser.add_argument("--here", help="measure one contestant on this directory, as JSON")
-    parser.add_argument("--tiny", action="store_true", help="four requests: does it run?")
-    parser.add_argument("--json", help="write figures here")
     options = parser.parse_args()
-    if not native.has_cuda():
-        print(f"nothing to measure: {native.cuda_unavailable_reason()}")
+    if not has_gpus():
         return
     if options.tiny:
         options.requests, options.new_tokens = 4, 16
@@ -191,9 +187,7 @@ def main() -> None:
             else:
                 print(f"{name:12} {found['tokens_per_s']:8.0f} tokens/s, {found['s']:.2f} s; the first time "
                       f"{found['first_s']:.2f} s, start {found['start_s']:.1f} s")  # fmt: skip
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump(figures, file, indent=1)
+    write_figures(options.json, figures)
 
 
 if __name__ == "__main__":

@@ -8,19 +8,17 @@ pair of tokens; set against the rate of a large bf16 product in the same run.
     python benchmarks/core_prefill_cuda.py [--models qwen3-8b ...] [--json FILE]
 """
 
-import argparse
-import json
 import statistics
 import time
 from typing import Any
 
 import torch
+from bench_parts.command import command_line, has_gpus, write_figures
 from core_decode_cuda import Shape, make_engine, measure_rates
 
 from engine_adapter.core.arena import MemoryKind
 from engine_adapter.core.engine import Engine
 from engine_adapter.core.sampling_params import SamplingParams
-from weightsync import native
 
 #: Prompts and tokens of each.
 JOBS = ((16, 512), (8, 1024), (4, 2048), (16, 2048), (2, 4000))
@@ -51,16 +49,11 @@ def prefill_s(engine: Engine, prompts: int, tokens: int, rounds: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = command_line(__doc__, "the smallest model, once: does it run?")
     parser.add_argument("--models", nargs="+", default=["qwen3-8b"])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument(
-        "--tiny", action="store_true", help="the smallest model, once: does it run?"
-    )
-    parser.add_argument("--json", help="write figures here")
     options = parser.parse_args()
-    if not native.has_cuda():
-        print(f"nothing to measure: {native.cuda_unavailable_reason()}")
+    if not has_gpus():
         return
     if options.tiny:
         options.models, options.rounds = ["qwen3-0.6b"], 1
@@ -80,9 +73,7 @@ def main() -> None:
             )
         del engine
         torch.cuda.empty_cache()
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump(figures, file, indent=1)
+    write_figures(options.json, figures)
 
 
 if __name__ == "__main__":

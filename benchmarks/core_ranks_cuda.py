@@ -20,10 +20,10 @@ import sys
 import tempfile
 import time
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
+from bench_parts.command import command_line, has_gpus, write_figures
 
 from weightsync import native
 from weightsync.presets import get_preset
@@ -191,13 +191,11 @@ def measure(args: argparse.Namespace, engines: dict[int, Ranks]) -> list[dict[st
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--tiny", action="store_true", help="a small model: does it run?")
+    parser = command_line(__doc__, "a small model: does it run?")
     parser.add_argument("--model", default="qwen3-8b")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 32, 128])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--eager", action="store_true", help="without graphs")
-    parser.add_argument("--json", type=Path, help="write figures here")
     for hidden in ("--rank", "--size"):
         parser.add_argument(hidden, type=int, help=argparse.SUPPRESS)
     parser.add_argument("--store", help=argparse.SUPPRESS)
@@ -205,8 +203,7 @@ def main() -> None:
     if args.rank is not None:
         serve(args)
         return
-    if not native.has_cuda() or native.extension.cuda_num_devices() < 2:
-        print("nothing to measure: two GPUs are needed")
+    if not has_gpus(2):
         return
     if args.tiny:
         args.model, args.batches, args.rounds = "qwen3-0.6b", [1], 1
@@ -219,8 +216,7 @@ def main() -> None:
         finally:
             for ranks in engines.values():
                 ranks.kill()
-    if args.json is not None:
-        args.json.write_text(json.dumps({"model": args.model, "rows": found}, indent=1) + "\n")
+    write_figures(args.json, {"model": args.model, "rows": found})
 
 
 if __name__ == "__main__":

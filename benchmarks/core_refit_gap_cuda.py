@@ -10,8 +10,6 @@ The two processes share the GPU by turns: a step beside a trainer at work is lon
     python benchmarks/core_refit_gap_cuda.py [--model qwen3-8b] [--json FILE]
 """
 
-import argparse
-import json
 import multiprocessing
 import statistics
 import threading
@@ -20,13 +18,13 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from bench_parts.command import command_line, has_gpus, write_figures
 from core_decode_cuda import make_engine
 
 from engine_adapter.bundled import BundledAdapter
 from engine_adapter.core.arena import MemoryKind
 from engine_adapter.core.request import Request
 from engine_adapter.core.sampling_params import SamplingParams
-from weightsync import native
 from weightsync.cli.bench_cuda import drawn_module
 from weightsync.receiver import Receiver
 from weightsync.sender import Sender
@@ -122,13 +120,10 @@ def measure(engine: Any, pipe: Any, times: TokenTimes) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = command_line(__doc__, "the smallest model: does it run?")
     parser.add_argument("--model", default="qwen3-8b")
-    parser.add_argument("--tiny", action="store_true", help="the smallest model: does it run?")
-    parser.add_argument("--json", help="write figures here")
     options = parser.parse_args()
-    if not native.has_cuda():
-        print(f"nothing to measure: {native.cuda_unavailable_reason()}")
+    if not has_gpus():
         return
     model = "qwen3-0.6b" if options.tiny else options.model
     engine = make_engine(model, KV_CACHE_TOKENS, "graphs", MemoryKind.PLAIN)
@@ -145,9 +140,7 @@ def main() -> None:
         engine.abort(submission)
         pipe.send(None)
         trainer.join(LIMIT_S)
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump(figures, file, indent=1)
+    write_figures(options.json, figures)
 
 
 if __name__ == "__main__":

@@ -9,17 +9,14 @@ check is that every element holds its new value, and its old one after it was ta
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from bench_parts.command import command_line, has_gpus, write_figures
 
-from weightsync import native
 from weightsync.device_patch import DevicePatch, DeviceWrite
 from weightsync.digest import DigestPart, DigestTable
 from weightsync.types import Box, TensorMeta
@@ -86,14 +83,11 @@ def measure(num_tensors: int, elements: int, share: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--tiny", action="store_true", help="small and quick, for a smoke test")
+    parser = command_line(__doc__, "small and quick, for a smoke test")
     parser.add_argument("--gib", type=int, default=56, help="of weights, in tensors of 2 GiB")
     parser.add_argument("--share", type=float, default=0.01, help="of elements that change")
-    parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args()
-    if not native.has_cuda():
-        print(f"nothing to measure: {native.cuda_unavailable_reason()}")
+    if not has_gpus():
         return
     num, elements = (2, 1 << 20) if args.tiny else (max(1, args.gib // 2), 1 << 30)
     found = measure(num, elements, args.share)
@@ -103,8 +97,7 @@ def main() -> None:
     )
     for name in ("upload_s", "exchange_s", "check_s", "take_back_s", "digest_all_s"):
         print(f"{name[:-2].replace('_', ' '):12} {found[name] * 1e3:8.2f} ms")
-    if args.json is not None:
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+    write_figures(args.json, found)
 
 
 if __name__ == "__main__":

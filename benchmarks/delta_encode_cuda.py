@@ -8,18 +8,15 @@ does it. Records of some spans are compared with the CPU's, byte for byte.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from bench_parts.command import command_line, has_gpus, write_figures
 
-from weightsync import native
 from weightsync.codec import encode_span
 from weightsync.codec.device_encode import DeviceSpans, Outcome, SpanEncoder
 from weightsync.codec.spans import spans_of
@@ -96,15 +93,12 @@ def measure(elements: int, share: float, threads: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--tiny", action="store_true", help="small and quick, for a smoke test")
+    parser = command_line(__doc__, "small and quick, for a smoke test")
     parser.add_argument("--gib", type=float, default=56, help="of weights")
     parser.add_argument("--share", type=float, default=0.01, help="of elements that change")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args()
-    if not native.has_cuda():
-        print(f"nothing to measure: {native.cuda_unavailable_reason()}")
+    if not has_gpus():
         return
     spans = 2 if args.tiny else max(1, int(args.gib * (1 << 29)) // SPAN_ELEMENTS)
     found = measure(spans * SPAN_ELEMENTS, args.share, args.threads)
@@ -116,8 +110,7 @@ def main() -> None:
     )
     for name in ("encode_s", "sample_s", "choice_s", "blocks_s", "copy_s"):
         print(f"{name[:-2]:8} {found[name] * 1e3:8.2f} ms")
-    if args.json is not None:
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+    write_figures(args.json, found)
 
 
 if __name__ == "__main__":

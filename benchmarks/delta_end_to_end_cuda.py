@@ -8,14 +8,12 @@ before each version a share of the elements moves by one step, small ones rather
 
 from __future__ import annotations
 
-import argparse
-import json
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
+from bench_parts.command import command_line, has_gpus, write_figures
 
 from engine_adapter.module import ModuleAdapter
 from weightsync import native
@@ -109,22 +107,19 @@ def run(model: str, share: float, versions: int, device: str, directory: str) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--tiny", action="store_true", help="small and quick, for a smoke test")
+    parser = command_line(__doc__, "small and quick, for a smoke test")
     parser.add_argument("--model", choices=model_names(), default="qwen3-8b")
     parser.add_argument("--share", type=float, default=0.01, help="of elements that change")
     parser.add_argument("--versions", type=int, default=4, help="behind the first one")
-    parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args()
-    has_cuda = native.has_cuda() and torch.cuda.is_available()
-    if not has_cuda and not args.tiny:
-        print(f"nothing to measure: {native.cuda_unavailable_reason()}")
+    if not args.tiny and not has_gpus():
         return
+    has_cuda = native.has_cuda() and torch.cuda.is_available()
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
         model = "tiny" if args.tiny else args.model
-        found = run(model, args.share, args.versions, DEVICE if has_cuda else "cpu", directory)
-    if args.json is not None:
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+        device = DEVICE if has_cuda or not args.tiny else "cpu"
+        found = run(model, args.share, args.versions, device, directory)
+    write_figures(args.json, found)
 
 
 if __name__ == "__main__":

@@ -15,13 +15,12 @@ import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
+from bench_parts.command import command_line, has_gpus, write_figures
 
 from engine_adapter.module import ModuleAdapter
-from weightsync import native
 from weightsync.receiver import Receiver
 from weightsync.sender import Sender
 
@@ -117,7 +116,7 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line(__doc__, "small and quick, for a smoke test")
     parser.add_argument("--tensors", type=int, default=9000)
     parser.add_argument("--kib", type=int, default=3072)
     parser.add_argument("--repeats", type=int, default=9)
@@ -125,11 +124,8 @@ def main() -> None:
     parser.add_argument("--placement", default="", help="only this one")
     parser.add_argument("--verify", default="", help=argparse.SUPPRESS)
     parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
-    parser.add_argument("--tiny", action="store_true", help="small and quick, for a smoke test")
-    parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args()
-    if not native.has_cuda():
-        print(f"nothing to measure: {native.cuda_unavailable_reason()}")
+    if not has_gpus():
         return
     if args.tiny:
         args.tensors, args.kib, args.repeats = 100, 64, 2
@@ -147,9 +143,8 @@ def main() -> None:
     if args.placement:
         ways = [way for way in ways if way[0] == args.placement]
     rows = [measure(args, *way, seed, copy_s) for seed, way in enumerate(ways)]
-    if args.json is not None:
-        result = {"num_bytes": num_bytes, "num_tensors": args.tensors, "device_copy_s": copy_s}
-        args.json.write_text(json.dumps({**result, "rows": rows}, indent=1) + "\n")
+    result = {"num_bytes": num_bytes, "num_tensors": args.tensors, "device_copy_s": copy_s}
+    write_figures(args.json, {**result, "rows": rows})
 
 
 if __name__ == "__main__":

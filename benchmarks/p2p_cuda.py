@@ -30,13 +30,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from bench_parts.command import command_line, has_gpus, write_figures
 
-from weightsync import native
 from weightsync.bucket import cut_stream
 from weightsync.deadline import Deadline
 from weightsync.device_tables import CudaCopy, owned_digests, segment_copy
@@ -404,18 +403,15 @@ def run_model(model: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--tiny", action="store_true", help="small sizes: does it run?")
+    parser = command_line(__doc__, "small sizes: does it run?")
     parser.add_argument("--rounds", type=int, default=9)
     models = ["qwen3-0.6b", "qwen3-8b", "qwen3-30b-a3b"]
     parser.add_argument("--model", nargs="*", default=models, help="whose tensor shapes")
     parser.add_argument("--bucket", default="512MiB", help="bytes of a slot")
     parser.add_argument("--slots", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="write every result here")
     parser.add_argument("--trainer", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if not native.has_cuda():
-        print(f"nothing to measure: {native.cuda_unavailable_reason()}")
+    if not has_gpus():
         return
     args.bucket_bytes = parse_bytes(args.bucket)
     if args.trainer:
@@ -427,8 +423,7 @@ def main() -> None:
     ucx = " ".join(f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith("UCX_"))
     print(f"{torch.cuda.get_device_name(0)}, {versions}; {ucx}")
     found = [run_model(model, args) for model in args.model]
-    if args.json is not None:
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+    write_figures(args.json, found)
 
 
 if __name__ == "__main__":

@@ -31,12 +31,12 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from bench_parts.command import command_line, has_gpus, write_figures
 
 from weightsync import native
 from weightsync.bucket import Cut, cut_stream
@@ -503,8 +503,7 @@ def run_model(model: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--tiny", action="store_true", help="small sizes: does it run?")
+    parser = command_line(__doc__, "small sizes: does it run?")
     parser.add_argument("--rounds", type=int, default=9)
     models = ["qwen3-8b", "qwen3-30b-a3b"]
     parser.add_argument("--model", nargs="*", default=models, help="whose tensor shapes")
@@ -516,20 +515,17 @@ def main() -> None:
     )  # fmt: skip
     parser.add_argument("--no-nixl", action="store_true", help="without p2p")
     parser.add_argument("--only", nargs="*", metavar="NAME", help="candidates, of those above")
-    parser.add_argument("--json", type=Path, help="write every result here")
     parser.add_argument("--trainer", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if not native.has_cuda() or native.extension.cuda_num_devices() < 2:
-        print("nothing to measure: two GPUs are needed")
+    if not has_gpus(2):
         return
     args.bucket_bytes = parse_bytes(args.bucket)
     if args.trainer:
         Trainer(args).run()
         return
     results = [run_model(model, args) for model in list(args.model)]
-    if args.json is not None:
-        found = {"bucket": args.bucket, "slots": args.slots, "versions": versions()}
-        args.json.write_text(json.dumps({**found, "models": results}, indent=1) + "\n")
+    found = {"bucket": args.bucket, "slots": args.slots, "versions": versions()}
+    write_figures(args.json, {**found, "models": results})
 
 
 if __name__ == "__main__":

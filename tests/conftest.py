@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import pytest
@@ -34,3 +35,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if marked and not _has_gpu():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="no CUDA device, or a build without CUDA"))
+
+
+def pytest_collection_finish() -> None:
+    """What collecting imported stays until the end.
+
+    Garbage is looked for at the end of many tests, and would be looked for through all of it each time.
+    """
+    gc.collect()
+    gc.freeze()

@@ -23,7 +23,7 @@ def serve(pipe: Pipe) -> None:
         store=dist.FileStore(task["store"], 2),
         rank=task["rank"],
         world_size=2,
-        timeout=datetime.timedelta(seconds=20),
+        timeout=datetime.timedelta(seconds=task.get("timeout_s", 20)),
     )
     engine = _engine(task)
     pipe.send("ready")
@@ -151,6 +151,59 @@ def _refuse(engine: Any, rank: int, command: Any) -> Any:
         engine.at_boundary(lambda: None)
         engine.refuse(None)
         return said
+
+
+def _fall(engine: Any, rank: int, command: Any) -> Any:
+    """Decode until one rank falls in the middle of a step; what the caller and his streams saw."""
+    from contextlib import nullcontext
+
+    from core_engines import params
+
+    from weightsync.errors import WeightSyncError
+
+    if rank == command["rank"]:
+        _fall_in_a_step(engine, command["signal"], command["num_steps"])
+    raised = []
+    asked = [params(temperature=0.0, max_tokens=n) for n in command["max_tokens"]]
+    with engine if command["is_started"] else nullcontext():
+        submission = engine.submit(command["prompts"], asked, is_stream=True)
+        for attempt in (
+            lambda: engine.wait(submission, limit_s=30),
+            lambda: engine.generate(command["prompts"], params(), limit_s=30),
+        ):
+            try:
+                attempt()
+            except WeightSyncError as error:
+                raised.append(f"{type(error).__name__}: {error}")
+    streamed: dict[str, list[int]] = {}
+    while not submission.chunks.empty():
+        chunk = submission.chunks.get()
+        streamed.setdefault(chunk.request_id, []).extend(chunk.token_ids)
+    return {
+        "raised": raised,
+        "outputs": _said(submission.outputs()),
+        "errors": [output.error for output in submission.outputs()],
+        "streamed": [streamed[sample.request.request_id] for sample in submission.samples],
+        "num_held_pages": engine.scheduler.pool.num_held,
+    }
+
+
+def _fall_in_a_step(engine: Any, number: int, num_steps: int) -> None:
+    """After so many steps: in the third sum of the next one, while the others wait for its part."""
+    import signal
+
+    group, num_sums = engine._group, 0
+    whole = group.sum_in_order
+
+    def sum_in_order(tensor: Any) -> Any:
+        nonlocal num_sums
+        num_sums += engine.num_steps == num_steps
+        if num_sums == 3:
+            num_sums += 1
+            signal.pthread_kill(threading.get_ident(), number)
+        return whole(tensor)
+
+    group.sum_in_order = sum_in_order
 
 
 def _open(engine: Any, rank: int, command: Any) -> Any:

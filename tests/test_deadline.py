@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from weightsync.deadline import CancelToken, Deadline
+from weightsync.deadline import CancelToken, Deadline, poll_until
 from weightsync.errors import CancelledError, ConfigError, DeadlineError, PeerLostError
 
 
@@ -75,3 +75,30 @@ def test_another_error_stays_what_it_is() -> None:
     ):
         raise error
     assert caught.value is error
+
+
+def test_an_event_is_polled_until_it_has_passed() -> None:
+    answers = iter([False, False, True])
+    assert poll_until(lambda: next(answers), 60.0)
+    assert next(answers, None) is None
+
+
+def test_polling_has_a_limit_and_looks_once_at_least() -> None:
+    assert not poll_until(lambda: False, 0.01)
+    assert poll_until(lambda: True, 0.0)
+    assert not poll_until(lambda: False, 0.0)
+
+
+def test_what_makes_polling_vain_is_looked_at_now_and_then() -> None:
+    looks = 0
+
+    def lost() -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 3:
+            raise PeerLostError("gone")
+
+    with pytest.raises(PeerLostError, match="gone"):
+        poll_until(lambda: False, 60.0, lost, check_every_s=0.001)
+    assert not poll_until(lambda: False, 0.01, lost, check_every_s=60.0)
+    assert looks == 3

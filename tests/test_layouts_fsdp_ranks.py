@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from processes import Child
+from nursery import fork_with_torch
 
 from weightsync.layout import Layout, join_layouts
 from weightsync.layouts import check_layout
@@ -20,7 +20,7 @@ SIZE, LIMIT_S = 3, 180.0
 @pytest.mark.timeout(240)  # three processes that import torch
 def test_trained_ranks_give_what_gathering_gives(tmp_path: Path) -> None:
     with ExitStack() as stack:
-        ranks = [stack.enter_context(Child("fsdp_rank:serve")) for _ in range(SIZE)]
+        ranks = [stack.enter_context(fork_with_torch("fsdp_rank:serve")) for _ in range(SIZE)]
         for rank, child in enumerate(ranks):
             child.send({"store": str(tmp_path / "store"), "rank": rank, "size": SIZE})
         found = [child.receive(LIMIT_S) for child in ranks]

@@ -6,9 +6,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Final
 
 from weightsync import native
 from weightsync.errors import CancelledError, ConfigError, DeadlineError, PeerLostError
+
+#: Of what nobody can be woken by. Short beside a step of a device, long beside a look.
+_LOOK_EVERY_S: Final = 20e-6
 
 
 class CancelToken:
@@ -102,3 +106,26 @@ class Deadline:
 
     def error(self) -> DeadlineError:
         return DeadlineError(self.peer, self.stage, self.limit_s, self.elapsed_s())
+
+
+def poll_until(
+    is_done: Callable[[], bool],
+    limit_s: float,
+    check: Callable[[], None] | None = None,
+    check_every_s: float = 0.01,
+) -> bool:
+    """Whether ``is_done`` was true within ``limit_s``; for an event of a device, which wakes nobody.
+
+    It is asked once at least. ``check`` costs more, is called every ``check_every_s``, and raises what
+    makes waiting vain.
+    """
+    start_s = checked_s = time.monotonic()
+    while not is_done():
+        now_s = time.monotonic()
+        if check is not None and now_s - checked_s > check_every_s:
+            check()
+            checked_s = now_s
+        if now_s - start_s >= limit_s:
+            return False
+        time.sleep(_LOOK_EVERY_S)
+    return True

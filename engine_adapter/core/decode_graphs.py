@@ -8,6 +8,8 @@ replay the same sizes; the kernels of a rank that another has left wait for ever
 
 from __future__ import annotations
 
+import ctypes
+import logging
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -28,13 +30,20 @@ from engine_adapter.core.kv_cache import KvCache
 from engine_adapter.core.model import DecoderModel
 from engine_adapter.core.parallel import ALONE, Group
 from weightsync.config import library_setting
+from weightsync.deadline import poll_until
 from weightsync.errors import CapacityError, ConfigError
 from weightsync.native_attention import ATTENTION_CHUNK
 
 _RESULT_SLOTS = 3  # steps whose results may lie in pinned memory at a time
 #: A step takes milliseconds; one that takes this long waits for a rank that is gone.
 _LOST_S: Final = 60.0
-_POLL_S: Final = 20e-6
+
+_log = logging.getLogger(__name__)
+
+
+def _leave(*things: object) -> None:
+    """Never destroy them, not even when the interpreter ends: a count too many keeps them."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(things))
 
 
 def bucket_sizes(max_rows: int) -> list[int]:
@@ -131,20 +140,38 @@ class DecodeGraphs:
         if self._group.size == 1:
             event.synchronize()
             return
-        start_s = time.monotonic()
-        while not event.query():
-            if time.monotonic() - start_s > _LOST_S:
-                raise self._group.lost(f"a decode step did not end within {_LOST_S:.0f} s")
-            time.sleep(_POLL_S)
+        if not poll_until(event.query, _LOST_S):
+            raise self._group.lost(f"a decode step did not end within {_LOST_S:.0f} s")
 
-    def close(self) -> None:
-        """Destroy the graphs, once the device is done with them."""
-        torch.cuda.synchronize(self.state.device)
+    def close(self, limit_s: float = _LOST_S) -> None:
+        """Destroy the graphs, once the device is done with them.
+
+        Of several ranks, steps that do not end within ``limit_s`` wait for a rank that is gone. Whoever
+        destroys their graphs waits with them, so that these are left as they are until the process ends.
+        """
         self.give_up()
-        for graph in self._graphs.values():
-            graph.reset()
-        self._graphs.clear()
-        self._found.clear()
+        if self._have_ended(limit_s):
+            for graph in self._graphs.values():
+                graph.reset()
+        else:
+            _leave(self._graphs, self._found, self._slots, self.pool)
+            _log.error(
+                "%s; %d decode graphs and their memory on %s are left until this process ends",
+                self._group.lost(f"decode steps did not end within {limit_s:.0f} s"),
+                len(self._graphs), self.state.device,
+            )  # fmt: skip
+        self._graphs, self._found = {}, {}
+
+    def _have_ended(self, limit_s: float) -> bool:
+        if self._group.size == 1:
+            torch.cuda.synchronize(self.state.device)
+            return True
+        end_s = time.monotonic() + limit_s
+        # One of them was recorded behind the last replay; one that never was has passed.
+        return all(
+            poll_until(event.query, max(0.0, end_s - time.monotonic()))
+            for _, _, event in self._slots
+        )
 
     # --- capturing ------------------------------------------------------------------------------------
 

@@ -356,18 +356,19 @@ class Engine:
         """Stop for good: requests fail, and decode graphs go. Idempotent.
 
         Of several ranks each calls it, before it destroys their process group: NCCL waits for graphs
-        that hold its kernels.
+        that hold its kernels. Graphs that a lost rank keeps from ending are left, and logged.
         """
         self.stop(limit_s=limit_s)
-        self._boundary.alone(self._let_go, Deadline(limit_s, peer="the engine", stage="close"))
+        deadline = Deadline(limit_s, peer="the engine", stage="close")
+        self._boundary.alone(lambda: self._let_go(deadline), deadline)
 
-    def _let_go(self) -> None:
+    def _let_go(self, deadline: Deadline) -> None:
         self._refusal = self._agreed_refusal = "it was closed"
         if self._decode is not None:
             self._decode.give_up()
         self._ledger.fail_all(_refused(self._refusal))
         if isinstance(self.decode_steps, DecodeGraphs):
-            self.decode_steps.close()
+            self.decode_steps.close(deadline.remaining_s())
         self.decode_steps = self._decode = None
 
     def __enter__(self) -> Self:

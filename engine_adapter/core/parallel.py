@@ -120,9 +120,10 @@ class Group:
         return self.lost(f"{what} over {self.size} ranks of the engine failed: {error}")
 
     def lost(self, what: str) -> PeerLostError:
-        """The error of this rank when ``what`` happened."""
+        """The error of this rank when ``what`` happened. Of two it is clear which one is meant."""
+        other = f"rank {1 - self.rank}" if self.size == 2 else f"one of {self.size - 1} other ranks"
         return PeerLostError(
-            f"{what} (seen by rank {self.rank}); a rank of the engine is gone or stuck: restart the "
+            f"{what} (seen by rank {self.rank}); {other} of the engine is gone or stuck: restart the "
             "engine"
         )
 

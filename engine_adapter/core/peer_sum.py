@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -59,30 +61,36 @@ def open_mailboxes(group: Group, device: torch.device) -> PeerSum | None:
     if not 2 <= group.size <= native_cuda_core.MAX_PEERS:
         return None
     index = torch.cuda.current_device() if device.index is None else device.index
-    mine, reason = 0, ""
-    handle = b""
-    try:
-        mine, handle = _make_mailbox(group.size, index)
-    except (native.CudaError, TransportError) as error:
-        reason = str(error)
-    told = _exchange(group, handle)
+    mine, handle = 0, b""
     mapped: list[int] = []
+    reasons: list[str] = []
+    with _noting(reasons):
+        mine, handle = _make_mailbox(group.size, index)
+    told = _exchange(group, handle)
     if all(told):
-        try:
+        with _noting(reasons):
             for rank, other in enumerate(told):
                 is_mine = rank == group.rank
                 mapped.append(mine if is_mine else native.extension.cuda_map(other, index))
-        except (native.CudaError, TransportError) as error:
-            reason = str(error)
     is_done = all(_exchange(group, b"mapped" if len(mapped) == group.size else b""))
     others = [base for base in mapped if base != mine]
     if not is_done:
         _close(mine, others, index)
-        _log.info("ranks add by NCCL alone: %s", reason or "another rank could not map a mailbox")
+        reason = "; ".join(reasons) or "another rank could not map a mailbox"
+        _log.info("ranks add by NCCL alone: %s", reason)
         return None
     found = PeerSum(group.rank, mapped, device)
     weakref.finalize(found, _close, mine, others, index).atexit = False
     return found
+
+
+@contextmanager
+def _noting(reasons: list[str]) -> Iterator[None]:
+    """What one rank cannot do is no error: all go on without."""
+    try:
+        yield
+    except (native.CudaError, TransportError) as error:
+        reasons.append(str(error))
 
 
 def _make_mailbox(size: int, index: int) -> tuple[int, bytes]:

@@ -9,14 +9,16 @@ from typing import Any
 
 import pytest
 from core_engines import params, prompts, small_engine, small_model
-from processes import Child
+from nursery import fork_with_torch
 
 LIMIT_S = 60.0
 
 
 class Ranks:
     def __init__(self, stack: ExitStack, store: Path, directory: Path) -> None:
-        self.children = [stack.enter_context(Child("core_engine_rank:serve")) for _ in range(2)]
+        self.children = [
+            stack.enter_context(fork_with_torch("core_engine_rank:serve")) for _ in range(2)
+        ]
         for rank, child in enumerate(self.children):
             child.send({"store": str(store), "rank": rank, "directory": str(directory)})
         assert self._receive() == ["ready"] * 2

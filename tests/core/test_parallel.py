@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from core_models import make_model, random_tokens, save_model, torch, trained_moe, trained_tiny
 from core_runner import Runner, prompt_log_probs
-from processes import Child
+from nursery import fork_with_torch
 
 from engine_adapter.core.model import DecoderModel
 from weightsync.layout import Layout, join_layouts
@@ -23,7 +23,7 @@ class Ranks:
     """Two processes that hold a rank each."""
 
     def __init__(self, stack: ExitStack, store: Path) -> None:
-        self.children = [stack.enter_context(Child("core_rank:serve")) for _ in range(2)]
+        self.children = [stack.enter_context(fork_with_torch("core_rank:serve")) for _ in range(2)]
         for rank, child in enumerate(self.children):
             child.send({"store": str(store), "rank": rank, "size": 2})
 
@@ -115,4 +115,4 @@ def test_a_rank_that_is_gone_is_named(tmp_path: Path) -> None:
         ranks.children[0].send({"step": {"a": [4]}})
         answer = ranks.children[0].receive(LIMIT_S)
     assert answer["error"].startswith("PeerLostError: all_gather over 2 ranks")
-    assert "restart the engine" in answer["error"]
+    assert "rank 1 of the engine is gone or stuck: restart the engine" in answer["error"]

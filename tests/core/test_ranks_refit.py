@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from core_engines import log_probs, params, prompts, small_engine
 from core_models import make_model, save_model, torch
-from processes import Child
+from nursery import fork_with_torch
 
 from weightsync.digest import digest_tensors
 from weightsync.errors import UpdateFailedError
@@ -43,7 +43,9 @@ class Engine:
             n: make_model(variant, torch.float32, seed) for n, seed in (("A", 0), ("B", 1))
         }
         self.directories = {n: save_model(m, root / n) for n, m in self.models.items()}
-        self.children = [stack.enter_context(Child("core_engine_rank:serve")) for _ in range(2)]
+        self.children = [
+            stack.enter_context(fork_with_torch("core_engine_rank:serve")) for _ in range(2)
+        ]
         for rank, child in enumerate(self.children):
             child.send(
                 {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +28,16 @@ from weightsync.transports.base import RingOptions, SourceEndpoint, TargetEndpoi
 FAST_S = 5.0
 
 
+#: Makes a process that runs a function, in an environment.
+Start = Callable[[str, Mapping[str, str]], Child]
+
+
 class Peers:
     """Two real processes, each an end of one pair."""
 
-    def __init__(self, factory: str, env: Mapping[str, Mapping[str, str]]) -> None:
-        self.source = Child("transports.peers:source", env.get("source"))
-        self.target = Child("transports.peers:target", env.get("target"))
+    def __init__(self, factory: str, env: Mapping[str, Mapping[str, str]], start: Start) -> None:
+        self.source = start("transports.peers:source", env.get("source", {}))
+        self.target = start("transports.peers:target", env.get("target", {}))
         for child in (self.source, self.target):
             child.send(factory)
         self.target.send(self.source.receive())
@@ -61,17 +65,19 @@ class StreamProcessContract(TransportContract):
 
     factory: str
     has_direct = False
+    #: Where a transport needs what takes long to import, one that forks.
+    start: Start = Child
 
     @pytest.fixture
     def peers(self) -> Iterator[Peers]:
-        peers = Peers(self.factory, {})
+        peers = Peers(self.factory, {}, self.start)
         yield peers
         peers.kill()
 
     @pytest.fixture
     def far_source(self) -> Iterator[tuple[Child, TargetEndpoint]]:
         """The trainer is a process, the engine's end is here."""
-        with Child("transports.peers:source") as child:
+        with self.start("transports.peers:source", {}) as child:
             child.send(self.factory)
             transport = self.make_transport()
             with transport.open_target(child.receive(), deadline()) as endpoint:
@@ -80,7 +86,7 @@ class StreamProcessContract(TransportContract):
     @pytest.fixture
     def far_target(self) -> Iterator[tuple[Child, SourceEndpoint]]:
         """The engine is a process, the trainer's end is here."""
-        with Child("transports.peers:target") as child:
+        with self.start("transports.peers:target", {}) as child:
             child.send(self.factory)
             with self.make_transport().open_source() as endpoint:
                 child.send(dict(endpoint.descriptor()))
@@ -155,7 +161,7 @@ class StreamProcessContract(TransportContract):
         ],
     )
     def test_death_at_each_point_of_a_move(self, victim: str, point: str) -> None:
-        peers = Peers(self.factory, {victim: {"WEIGHTSYNC_FAULT": point}})
+        peers = Peers(self.factory, {victim: {"WEIGHTSYNC_FAULT": point}}, self.start)
         try:
             peers.move("s1", 6)
             survivor = peers.target if victim == "source" else peers.source
@@ -175,7 +181,7 @@ class StreamProcessContract(TransportContract):
     @pytest.mark.parametrize("victim", ["source", "target"])
     def test_a_kill_leaves_nothing(self, victim: str) -> None:
         before = set(weightsync_sockets()), set(os.listdir("/dev/shm")), set(os.listdir("/tmp"))
-        peers = Peers(self.factory, {})
+        peers = Peers(self.factory, {}, self.start)
         try:
             peers.move("s1", 3)
             peers.source.receive()

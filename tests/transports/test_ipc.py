@@ -182,7 +182,7 @@ class TestForkedChild:
 
     @pytest.mark.parametrize("victim", ["source", "target"])
     def test_death_is_known_at_once(self, victim: str) -> None:
-        peers = Peers("weightsync.transports.ipc:IpcTransport", {})
+        peers = Peers("weightsync.transports.ipc:IpcTransport", {}, Child)
         doomed: Child = getattr(peers, victim)
         survivor = peers.target if victim == "source" else peers.source
         try:

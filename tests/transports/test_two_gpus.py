@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
+from nursery import fork_with_torch
 from processes import Child
 
 from transports.conformance import ConnectContract, StreamContract
@@ -99,6 +100,16 @@ class TestPair(OnCuda, ConnectContract, StreamContract):
 
     def make_transport(self) -> Transport:
         return BroadcastTransport()
+
+    def test_nothing_is_left_open(self, transport: Transport) -> None:
+        """In a process of its own: in this one, what others opened ends whenever it does."""
+        with fork_with_torch("transports.test_two_gpus:lives") as child:
+            assert child.receive(240.0) == []
+
+
+def lives(pipe: Any) -> None:
+    pair = TestPair()
+    pipe.send(pair.left_open(pair.make_transport()))
 
 
 def broadcast(far: _FarTrainer, receiver: Receiver, **more: Any) -> None:

@@ -9,7 +9,7 @@ import weakref
 from typing import Final
 
 from weightsync import native
-from weightsync.deadline import Deadline
+from weightsync.deadline import Deadline, poll_until
 from weightsync.device_tables import cuda_errors, cuda_index, stream_of
 from weightsync.errors import TransportError
 from weightsync.transports import nccl_binding
@@ -17,8 +17,6 @@ from weightsync.transports.collective import Check, Collective, Pending, Seat, r
 
 #: Lanes from here on are for groups, one each: on one stream two groups would wait for each other.
 _FIRST_LANE: Final = 16
-_POLL_S: Final = 20e-6
-_STATE_EVERY_S: Final = 0.01
 _MAX_EVENTS: Final = 64
 #: A copy at full speed takes the memory that a broadcast needs beside it; this keeps ahead of the links.
 MAX_COPY_BLOCKS: Final = 64
@@ -50,16 +48,8 @@ class _NcclPending(Pending):
         event = self._event
         if not event:
             return True
-        start_s = time.monotonic()
-        looked_s = start_s
-        while not self._group.has_passed(event):
-            now_s = time.monotonic()
-            if now_s - looked_s > _STATE_EVERY_S:
-                self._group.check()
-                looked_s = now_s
-            if now_s - start_s >= limit_s:
-                return False
-            time.sleep(_POLL_S)
+        if not poll_until(lambda: self._group.has_passed(event), limit_s, self._group.check):
+            return False
         self._group.check()  # an aborted kernel ends, too
         with self._lock:
             event, self._event = self._event, 0

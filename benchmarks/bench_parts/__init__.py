@@ -1,0 +1,1 @@
+"""What several benchmarks share; found beside them, since they are run as scripts."""
