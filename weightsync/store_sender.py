@@ -29,6 +29,8 @@ from weightsync.errors import ConfigError, DeadlineError, SessionError, WeightSy
 from weightsync.live_tensor import LiveTensor
 from weightsync.naming import Rule
 from weightsync.store import Publisher, Store, VersionManifest, collect, fold
+from weightsync.store.cutting import Cuts, Cutter
+from weightsync.store.pieces import Piece
 from weightsync.store.publish import Encoded
 from weightsync.store.weights import DeviceWeight, Weight
 from weightsync.tables import dense_strides, segment_rows, table
@@ -53,6 +55,9 @@ class StoreOptions:
     ``fold_every`` and ``anchor_every``: one delta in place of so many, and the version in full beside
     its delta. ``keep``: forget what neither the newest so many versions nor a reader's lease needs.
     ``cast``: fp32 weights are stored as bf16, rounded to nearest even, or as they are.
+    ``cut``: code tensors in pieces, by rules (:class:`weightsync.store.Cut`) or by the layout of an
+    engine, so that ranks which hold parts of tensors can take deltas. Pieces that are not rows of their
+    tensor are copied (their size) while it is sent.
     ``snapshot``: where weights of a GPU are compared with the last version. On the host they are copied
     there first; on the device a second copy of them is kept there (their size), and only what is
     published leaves it.
@@ -65,6 +70,7 @@ class StoreOptions:
     grace_s: float = 3600.0
     cast: CastPolicy = CastPolicy.STRICT
     snapshot: SnapshotPlace = SnapshotPlace.HOST
+    cut: Cuts | None = None
     commit_timeout_s: float = 600.0
     num_threads: int = 0  # 0: $WEIGHTSYNC_NUM_THREADS, or the CPUs of this process
     file_bytes: int = 1 << 30
@@ -140,6 +146,7 @@ class StoreSender:
             num_threads=self._threads,
             is_mirrored=self.options.snapshot is SnapshotPlace.DEVICE,
         )
+        self._cutter = Cutter(self.options.cut)
         self._collector = Collector(rules, self.options.cast, _BUCKET_BYTES)
         self._worker = ThreadPoolExecutor(1, "weightsync-publish")
         self._pending: Future[PublishReport] | None = None
@@ -283,7 +290,7 @@ class StoreUpdate:
         options = self._sender.options
         for tensors, dropped in self._sender._collector.collect(source):
             self._dropped.update(dropped)
-            weights |= placed_weights(tensors, options, self._sender._threads)
+            weights |= placed_weights(tensors, options, self._sender._threads, self._sender._cutter)
         self._total_bytes = sum(w.meta.num_bytes for w in weights.values())
         self._encoded = self._sender._publisher.encode(self.version, weights)
         self._on_host = self._encoded.on_host
@@ -357,10 +364,10 @@ def store_sender(
 
 
 def placed_weights(
-    tensors: LocalTensors, options: StoreOptions, num_threads: int
+    tensors: LocalTensors, options: StoreOptions, num_threads: int, cutter: Cutter
 ) -> dict[str, Weight] | dict[str, DeviceWeight]:
-    """Each tensor in the form that is stored: where it lies if it is dense there and keeps its dtype,
-    else a copy. On the host, or if the snapshot is to be on the one device of all, on that.
+    """Each piece of each tensor in the form that is stored: where it lies if it is dense there and keeps
+    its dtype, else a copy. On the host, or if the snapshot is to be on the one device of all, on that.
 
     Raises :class:`ConfigError` for a part of a tensor, and for weights of several devices then.
     """
@@ -382,14 +389,25 @@ def placed_weights(
         if len(entry.placed) != 1 or entry.placed[0].box != Box.whole(entry.shape):
             raise ConfigError(f"{entry.name!r} is cut over ranks; gather it before it is sent")
         (placed,) = entry.placed
-        spot = replace(spot_of(placed, by_region), dtype=placed.dtype)
+        whole = spot_of(placed, by_region)
         device = devices[placed.region]
-        if is_on_device:
-            ptr, memory = _dense_there(meta, spot, device, num_threads)
-            found[entry.name] = DeviceWeight(meta, ptr, device, (tensors, memory))
-        else:
-            found[entry.name] = Weight(meta, _dense(meta, spot, device, num_threads), tensors)
+        for piece in cutter.pieces(meta):
+            spot = replace(whole, box=Box.whole(piece.box.shape), ptr=whole.at(piece.box))
+            found[piece.meta.name] = _placed(
+                piece, spot, device, (tensors, is_on_device, num_threads)
+            )
     return found
+
+
+def _placed(
+    piece: Piece, spot: Spot, device: str, how: tuple[LocalTensors, bool, int]
+) -> Weight | DeviceWeight:
+    owner, is_on_device, num_threads = how
+    box_of = None if piece.is_whole else piece
+    if is_on_device:
+        ptr, memory = _dense_there(piece.meta, spot, device, num_threads)
+        return DeviceWeight(piece.meta, ptr, device, (owner, memory), box_of)
+    return Weight(piece.meta, _dense(piece.meta, spot, device, num_threads), owner, box_of)
 
 
 def _dense(meta: TensorMeta, spot: Spot, device: str, num_threads: int) -> Bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from weightsync.errors import (
 )
 from weightsync.store import Lease, LocalCheckpoint, Publisher, Store, collect, durable, fold
 from weightsync.store.publish import Weight, weights_of
-from weightsync.store.version import VersionKind, VersionManifest
+from weightsync.store.version import Identity, VersionKind, VersionManifest, root_of
 from weightsync.types import TensorMeta
 
 
@@ -108,6 +109,24 @@ def test_another_run_means_anew(tmp_path: Path) -> None:
         local.pull(new)
         assert local.state == ("run-2", new.manifest(1).target)
         check(local, 1)
+
+
+def test_a_delta_that_leads_elsewhere_is_given_up_after_one_new_start(tmp_path: Path) -> None:
+    """Its files are what it says, but what it says of a tensor is not what its records make."""
+    store, _ = published(tmp_path / "store", 1)
+    manifest = store.manifest(1)
+    first, *rest = manifest.tensors
+    tensors = (replace(first, digest=first.digest ^ 1), *rest)
+    lie = replace(manifest, tensors=tensors, target=Identity(1, root_of(tensors)))
+    (store.path / manifest.file_name).write_bytes(lie.to_bytes())
+    with LocalCheckpoint(tmp_path / "local") as local:
+        local.pull(store, 0)
+        with (
+            pytest.warns(UserWarning, match="starting anew"),
+            pytest.raises(IntegrityError, match="would digest to"),
+        ):
+            local.pull(store, 1)
+        check(local, 0)
 
 
 def test_a_local_file_that_was_changed_means_anew(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from weightsync.store.durable import (
 )
 from weightsync.store.object_path import AnyPath
 from weightsync.store.version import FileEntry, TensorEntry, VersionManifest
-from weightsync.store.weights import Weight
+from weightsync.store.weights import Joined
 from weightsync.types import TensorMeta
 
 DEFAULT_FILE_BYTES: Final = 1 << 30
@@ -94,10 +94,10 @@ def commit(store: Store, manifest: VersionManifest) -> None:
 
 
 def write_full(
-    folder: AnyPath, weights: Sequence[Weight], file_bytes: int, extra: Mapping[str, bytes]
+    folder: AnyPath, weights: Sequence[Joined], file_bytes: int, extra: Mapping[str, bytes]
 ) -> tuple[FileEntry, ...]:
     """A Hugging Face directory of these tensors, durable."""
-    shards: list[list[Weight]] = [[]]
+    shards: list[list[Joined]] = [[]]
     used = 0
     for weight in weights:
         if shards[-1] and used + weight.meta.num_bytes > file_bytes:
@@ -119,7 +119,7 @@ def write_full(
     return tuple(files)
 
 
-def _shard_chunks(shard: list[Weight]) -> Iterator[bytes | memoryview]:
+def _shard_chunks(shard: list[Joined]) -> Iterator[bytes | memoryview]:
     class Sink:
         """What the header is written to."""
 
