@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from nursery import Brood
 from processes import ChildEnded
-from store.helpers import RUN, contents, held, published, weights
+from store.helpers import RUN, contents, held, published, published_in_pieces, weights
 
 from weightsync.faults import FAULT_POINTS
 from weightsync.store import LocalCheckpoint, Publisher, Store, collect
@@ -61,6 +61,22 @@ def test_a_puller_is_killed(brood: Brood, tmp_path: Path, point: str, times: int
     assert child.receive() == "ready"
     with pytest.raises(ChildEnded):
         child.receive()
+    assert child.wait() == -signal.SIGKILL
+    assert check_local(tmp_path / "local") == (1 if point in DECIDED else 0)
+    with LocalCheckpoint(tmp_path / "local") as local:
+        local.pull(store)
+    assert check_local(tmp_path / "local") == 1
+
+
+@pytest.mark.parametrize(("point", "times"), [*((p, 1) for p in PULLER), ("local.half", 3)])
+def test_a_puller_of_pieces_is_killed(brood: Brood, tmp_path: Path, point: str, times: int) -> None:
+    """What they change is in the log as changes of whole tensors."""
+    store, _ = published_in_pieces(tmp_path / "store", 1)
+    with LocalCheckpoint(tmp_path / "local") as local:
+        local.pull(store, 0)
+    child = brood.start("store.worker:pull", f"{point}=kill@{times}")
+    child.send([str(tmp_path / "store"), str(tmp_path / "local"), [1]])
+    assert child.receive() == "ready"
     assert child.wait() == -signal.SIGKILL
     assert check_local(tmp_path / "local") == (1 if point in DECIDED else 0)
     with LocalCheckpoint(tmp_path / "local") as local:

@@ -13,7 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from store.helpers import RUN, contents, held, metas, published, weights
+from store.helpers import (
+    contents,
+    held,
+    in_pieces,
+    metas,
+    published,
+    published_in_pieces,
+)
 from weightsync.cli.main import main
 from weightsync.codec import (
     Variant,
@@ -39,25 +46,7 @@ from weightsync.store.pieces import (
     take,
 )
 from weightsync.store.version import VersionManifest, _canonical, _hash
-from weightsync.store.weights import Weights, pieces_of
 from weightsync.types import Box, TensorMeta
-
-CUTS = [Cut(r".*proj.*", dim=1, parts=3), Cut(r"embed.*", dim=0, parts=2)]
-
-
-def in_pieces(version: int, cuts: list[Cut] | None = None) -> Weights:
-    cutter = Cutter(CUTS if cuts is None else cuts)
-    return {p.meta.name: p for w in weights(version).values() for p in pieces_of(w, cutter)}
-
-
-def published_in_pieces(directory: Path, last: int, **options: Any) -> tuple[Store, Publisher]:
-    directory.mkdir(exist_ok=True)
-    store = Store(directory, RUN)
-    publisher = Publisher(store, **options)
-    for version in range(last + 1):
-        publisher.publish(version, in_pieces(version))
-    return store, publisher
-
 
 # --- boxes --------------------------------------------------------------------------------------------
 

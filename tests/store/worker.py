@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from faults.rank_worker import DirectoryStore
 from processes import Pipe
+from rank_engines import engine_ranks
+from updating import LIMIT_S
 
 from engine_adapter.fake import FakeEngine
 from store.helpers import RUN, arrays, held_arrays, weights
@@ -73,3 +76,20 @@ def follow_endlessly(pipe: Pipe) -> None:
         pipe.send("ready")
         for version in versions:
             follower.pull(version)
+
+
+def follow_as_rank(pipe: Pipe) -> None:
+    """A rank of an engine of two, which hold halves of matrices: rank 0 pulls at a word, both say
+    which version they serve, and whether that is what they hold."""
+    directory, folder, rank = pipe.receive()
+    engine = engine_ranks(arrays(9), 2)[rank]
+    meeting = DirectoryStore(folder)
+    with Receiver(engine, rank=rank, world_size=2, store=meeting, join_timeout_s=LIMIT_S) as made:
+        follower = made.follow(directory, RUN) if rank == 0 else None
+        pipe.send("ready")
+        for word in iter(pipe.receive, "end"):
+            kinds: list[str] = []
+            if word == "pull" and follower is not None:
+                kinds = list(follower.pull().kinds)
+            label, _ = engine.generate()
+            pipe.send([label, kinds, label is not None and engine.holds(arrays(label))])
