@@ -57,7 +57,7 @@ from weightsync.transports.base import StoreSource
 
 #: A delta larger than this share of the weights is a full version instead: byte planes of weights
 #: compress to about 11/16, and a full version needs no base.
-_DENSE_SHARE: Final = 0.6
+DENSE_SHARE: Final = 0.6
 _SPANS_AT_ONCE: Final = 256
 
 
@@ -149,7 +149,7 @@ class Publisher(StoreSource):
         """Copies the weights into the snapshot, which is no version of the store until it is
         committed."""
         self._check_version(version)
-        check_whole(weights)
+        self._check_weights(weights)
         former, copies = self._snapshot, {}
         self._snapshot = None
         for name, weight in weights.items():
@@ -166,6 +166,9 @@ class Publisher(StoreSource):
         mirror = self._mirror_of(weights, None if former is None else former.mirror)
         self._snapshot = _Snapshot(None, copies, digests, shares, mirror)
         return Encoded(version, None, None, digests, shares)
+
+    def _check_weights(self, weights: AnyWeights) -> None:
+        check_whole(weights)
 
     def _mirror_of(self, weights: AnyWeights, former: Mirror | None) -> Mirror | None:
         """The device's copy of these weights, in the memory of the former one if they fit there."""
@@ -205,9 +208,8 @@ class Publisher(StoreSource):
             return encoded
         return self._encode_on_host(version, snapshot, weights)
 
-    @staticmethod
-    def _limit_bytes(weights: AnyWeights) -> float:
-        return _DENSE_SHARE * sum(w.meta.num_bytes for w in weights.values())
+    def _limit_bytes(self, weights: AnyWeights) -> float:
+        return DENSE_SHARE * sum(w.meta.num_bytes for w in weights.values())
 
     def _encode_on_host(self, version: int, snapshot: _Snapshot, weights: AnyWeights) -> Encoded:
         digests = {name: d.copy() for name, d in snapshot.digests.items()}
@@ -257,25 +259,37 @@ class Publisher(StoreSource):
         last version are then what they were."""
         encoded = pending
         self._check_version(encoded.version)
-        snapshot = self._snapshot
-        if snapshot is None or (encoded.records is not None and snapshot.identity != encoded.base):
-            raise VersionError(
-                f"version {encoded.version} was encoded on {encoded.base}, which is not this "
-                "publisher's last version any more; encode it again"
-            )
+        snapshot = self._base_of(encoded)
         with payload_folder(self.store, f"v{encoded.version:012}") as folder:
             if encoded.records is None:
                 manifest = self._full(folder, encoded, snapshot)
             else:
                 manifest = self._delta(folder, encoded, encoded.records, snapshot)
             commit(self.store, manifest)
+        self._become(encoded, manifest.target)
+        return manifest
+
+    def _base_of(self, encoded: Encoded) -> _Snapshot:
+        """Raises :class:`VersionError` if it was encoded on another than the last version."""
+        snapshot = self._snapshot
+        if snapshot is None or (encoded.records is not None and snapshot.identity != encoded.base):
+            raise VersionError(
+                f"version {encoded.version} was encoded on {encoded.base}, which is not this "
+                "publisher's last version any more; encode it again"
+            )
+        return snapshot
+
+    def _become(self, encoded: Encoded, target: Identity) -> None:
+        """Advance the snapshot: what was encoded is visible."""
+        snapshot = self._snapshot
+        if snapshot is None:
+            raise VersionError(f"version {encoded.version}: there is no snapshot to advance")
         self._snapshot = None  # neither one nor the other until all is copied
         if encoded.records is not None:
             self._advance(snapshot, encoded)
         self._snapshot = _Snapshot(
-            manifest.target, snapshot.weights, encoded.digests, encoded.shares, snapshot.mirror
+            target, snapshot.weights, encoded.digests, encoded.shares, snapshot.mirror
         )
-        return manifest
 
     def _advance(self, snapshot: _Snapshot, encoded: Encoded) -> None:
         items = (encoded.records or {}).items()
@@ -319,7 +333,7 @@ class Publisher(StoreSource):
         whole = by_tensor(snapshot.weights)
         tensors = tuple(
             TensorEntry(
-                tensor.meta, sum(_share(encoded, part) for part in tensor.parts) % (1 << 64)
+                tensor.meta, sum(share_in(encoded, part) for part in tensor.parts) % (1 << 64)
             )
             for tensor in whole
         )
@@ -350,7 +364,7 @@ class Publisher(StoreSource):
                 found = (record for _, record in records[name])
                 entry = writer.add(part.meta, found, encoded.digests[name])
                 parts.append((part.piece, entry))
-            entries.append(joined_entry(parts, [_share(encoded, part) for part in tensor.parts]))
+            entries.append(joined_entry(parts, [share_in(encoded, part) for part in tensor.parts]))
         return VersionManifest(
             run_id=self.store.run_id,
             kind=VersionKind.DELTA,
@@ -371,7 +385,7 @@ class Publisher(StoreSource):
             )
 
 
-def _share(encoded: Encoded, weight: Weight) -> int:
+def share_in(encoded: Encoded, weight: Weight) -> int:
     """Of a piece in the digest of its tensor; of a whole tensor its digest."""
     name = weight.meta.name
     return tensor_digest(encoded.digests[name]) if weight.piece.is_whole else encoded.shares[name]

@@ -193,7 +193,7 @@ class VersionManifest:
             manifest = cls._from_json(json.loads(data))
             if manifest.to_bytes() != data:
                 raise ValueError("its hash or its form is not what was written")
-            manifest._check()
+            manifest.check()
         except (KeyError, TypeError, ValueError, RecursionError, LayoutError) as error:
             raise IntegrityError(f"{where}: not a manifest that can be trusted: {error}") from error
         return manifest
@@ -217,7 +217,8 @@ class VersionManifest:
             tensors=tuple(_entry_from_json(entry) for entry in value["tensors"]),
         )
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raises ``ValueError`` naming what contradicts itself."""
         if self.is_full != (self.kind in (VersionKind.FULL, VersionKind.ANCHOR)):
             raise ValueError("a full version stands on nothing, any other on a base")
         if self.base is not None and self.base.version >= self.version:
