@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from weightsync.errors import ConfigError
+from weightsync.errors import ConfigError, LayoutError
 from weightsync.layout import Layout
 from weightsync.naming import check_pattern
 from weightsync.store.pieces import MAX_PIECES, Piece
@@ -130,4 +130,27 @@ def _ends_in(layout: Layout, meta: TensorMeta) -> list[list[int]] | None:
     ]
 
 
-__all__ = ["Cut", "Cuts", "Cutter"]
+def owned(layout: Layout, cutter: Cutter) -> list[list[Piece]]:
+    """By rank of a trainer, the pieces that it publishes: each element once, of the lowest rank that
+    has it, further cut by the cutter. Raises :class:`LayoutError` for a tensor that the ranks do not
+    hold whole."""
+    found: list[list[Piece]] = [[] for _ in range(layout.world_size)]
+    for tensor in layout.tensors:
+        meta = tensor.wire_forms[-1]  # the cast one, where there is one
+        placed = sorted(tensor.placed, key=lambda p: p.rank)
+        if not meta.num_elements and placed:
+            found[placed[0].rank] += cutter.pieces(meta)
+            continue
+        left = [Box.whole(meta.shape)]
+        for one in placed:
+            mine = [common for box in left if (common := box.intersect(one.box)) is not None]
+            found[one.rank] += [piece for box in mine for piece in cutter.pieces(meta, box)]
+            left = [rest for box in left for rest in box.subtract(one.box)]
+        if left:
+            raise LayoutError(
+                f"{tensor.name!r} of shape {meta.shape}: no rank of the trainer sends {left[0]}"
+            )
+    return found
+
+
+__all__ = ["Cut", "Cuts", "Cutter", "owned"]

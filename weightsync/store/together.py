@@ -19,9 +19,9 @@ import numpy as np
 
 from weightsync.checkpoints import INDEX_FILE, read_tensors
 from weightsync.codec import tensor_digest
-from weightsync.errors import IntegrityError, LayoutError, ProtocolError
+from weightsync.errors import IntegrityError, LayoutError, ProtocolError, VersionError
 from weightsync.faults import reach
-from weightsync.store.durable import hash_file, named_errors, write_durable
+from weightsync.store.durable import hash_file, named_errors, sync_directory, write_durable
 from weightsync.store.payload import RecordWriter, header_of, index_of, shards_of
 from weightsync.store.pieces import Piece
 from weightsync.store.publish import DENSE_SHARE, Encoded, Publisher, share_in
@@ -116,9 +116,18 @@ class PartPublisher(Publisher):
                 for name, w in weights.items()
             ]
             files, num_changed = writer.finish(), writer.num_changed
+        sync_directory(folder)
         found = zip(weights.values(), entries, strict=True)
         pieces = tuple((w.piece, entry, share_in(encoded, w)) for w, entry in found)
         return WrittenPart(files, pieces, num_changed)
+
+    def whole(self) -> Encoded:
+        """The last version once more, to be written in full. Raises :class:`VersionError`."""
+        snapshot = self._snapshot
+        if snapshot is None or snapshot.identity is None:
+            raise VersionError("no version of this publisher to write")
+        version = snapshot.identity.version
+        return Encoded(version, None, None, snapshot.digests, snapshot.shares)
 
     def advance(self, encoded: Encoded, target: Identity) -> None:
         """The version is visible. Raises :class:`IntegrityError`: the next one is then full."""
