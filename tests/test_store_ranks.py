@@ -57,7 +57,10 @@ class Trainer:
                     if isinstance(sources[rank], Exception):
                         raise sources[rank]
                     update.send(sources[rank])
-                self.senders[rank].wait()
+                report = update.report
+                assert report is not None
+                assert report.root == self.senders[0].store.manifest(version).target.root
+                assert report.total_bytes == sum(a.nbytes for a in whole(version).values())
             except Exception as error:
                 return error
             return None
@@ -152,6 +155,9 @@ def test_a_rank_that_cannot_write_makes_the_version_not_be(
         store = ranks.senders[0].store
         assert store.versions() == [0]
         assert len([p for p in store.path.iterdir() if p.is_dir()]) == 1
+        again = ranks.attempt(2, [ranks.parts(2, r) for r in range(2)])
+        assert "No space" in str(again[0])  # raised once more on rank 0, and every rank hears it
+        assert "gave the version up" in str(again[1])
         ranks.publish(2)
         assert store.manifest(2).kind is VersionKind.DELTA
         check(tmp_path / "store", tmp_path / "local", 2)

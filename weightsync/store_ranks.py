@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -42,6 +43,7 @@ from weightsync.store.together import (
 from weightsync.store.version import Identity, plain_name
 from weightsync.store_sender import (
     BUCKET_BYTES,
+    PublishReport,
     StoreOptions,
     StoreSender,
     placed_weights,
@@ -130,6 +132,10 @@ class LeadStoreSender(StoreSender):
         self._part = _Part(self._publisher, options, 0)
         self._joint: Layout | None = None
         self._metas: list[TensorMeta] = []
+        self._total_bytes = 0
+        self._number = self._encoded_number = (
+            0  # of updates that were entered, as every rank counts
+        )
         self._crew = Crew(meeting, {"engines": [_shown(directory)], "run_id": run_id})
         try:
             self._crew.wait(Deadline(_CONNECT_S, peer="trainer ranks", stage="connect"))
@@ -157,7 +163,8 @@ class LeadStoreSender(StoreSender):
 
     def _encode(self, version: int, parts: Sequence[LocalTensors]) -> tuple[Encoded, int]:
         tensors = _only(parts)
-        what = {"do": "have", "version": version}
+        self._encoded_number = self._number
+        what = {"do": "have", "version": version, "number": self._number}
         replies = self._crew.ask_all(what, "send", self._limit_s)
         joint = self._crew.joint(tensors.layout, replies)
         bases = [self._part.base, *(reply["base"] for reply in replies.values())]
@@ -168,17 +175,23 @@ class LeadStoreSender(StoreSender):
         sizes = self._encode_on_all(version, tensors, is_full=is_full)
         if not is_full and is_dense(*zip(*sizes, strict=True)):
             sizes = self._encode_on_all(version, tensors, is_full=True)
-        self._crew.tell({"kind": "sent", "version": version})
+        self._crew.tell({"kind": "sent", "number": self._number})
         if self._part.encoded is None:
             raise SessionError(f"nothing was encoded for version {version}")
-        return self._part.encoded, sum(total for _, total in sizes)
+        self._total_bytes = sum(total for _, total in sizes)
+        return self._part.encoded, self._total_bytes
 
     def _share_out(self, version: int, joint: Layout) -> None:
         """Tell every rank which pieces it owns."""
         self._joint = None
         pieces = owned(joint, self._cutter)
         calls = {
-            rank: {"do": "own", "version": version, "pieces": [_piece_to_json(p) for p in theirs]}
+            rank: {
+                "do": "own",
+                "version": version,
+                "number": self._number,
+                "pieces": [_piece_to_json(p) for p in theirs],
+            }
             for rank, theirs in enumerate(pieces)
             if rank != 0
         }
@@ -189,7 +202,9 @@ class LeadStoreSender(StoreSender):
     def _encode_on_all(
         self, version: int, tensors: LocalTensors, *, is_full: bool
     ) -> list[tuple[int, int]]:
-        what = {"do": "encode", "version": version, "is_full": is_full}
+        what = {
+            "do": "encode", "version": version, "number": self._number, "is_full": is_full,
+        }  # fmt: skip
         mine, replies = self._all(
             what, lambda: self._part.encode(version, tensors, is_full=is_full)
         )
@@ -198,7 +213,7 @@ class LeadStoreSender(StoreSender):
     # --- behind the training step -------------------------------------------------------------------
 
     def _commit(self, encoded: Encoded) -> VersionManifest:
-        version = encoded.version
+        version, start_s = encoded.version, time.perf_counter()
         try:
             kind = VersionKind.FULL if encoded.records is None else VersionKind.DELTA
             what = {"do": "write", "version": version}
@@ -206,11 +221,15 @@ class LeadStoreSender(StoreSender):
                 kind, encoded.base, what, lambda f: self._part.write(version, f)
             )
         except BaseException as error:
-            self._give_up(version, f"{type(error).__name__}: {error}")
+            self._end(self._encoded_number, f"{type(error).__name__}: {error}")
             raise
         self._advance(manifest)
-        said = [manifest.kind.value, manifest.target.root, manifest.num_bytes, manifest.num_changed]
-        self._crew.tell({"kind": "ended", "version": version, "is_visible": True, "said": said})
+        said = {
+            "kind": manifest.kind.value, "root": manifest.target.root,
+            "payload_bytes": manifest.num_bytes, "total_bytes": self._total_bytes,
+            "num_changed": manifest.num_changed, "publish_s": time.perf_counter() - start_s,
+        }  # fmt: skip
+        self._end(self._encoded_number, said)
         return manifest
 
     def _written(
@@ -256,8 +275,16 @@ class LeadStoreSender(StoreSender):
                 VersionKind.ANCHOR, None, what, lambda f: self._part.write_again(latest, f)
             )
 
+    def _entering(self) -> None:
+        self._number += 1
+
     def _give_up(self, version: int, why: str) -> None:
-        message = {"kind": "ended", "version": version, "is_visible": False, "said": [why]}
+        self._end(self._number, why)
+
+    def _end(self, number: int, said: Mapping[str, Any] | str) -> None:
+        """Tell every rank how an update ended: what became visible, or why nothing did."""
+        is_visible = not isinstance(said, str)
+        message = {"kind": "ended", "number": number, "is_visible": is_visible, "said": said}
         self._crew.tell(message)
 
     def _release(self) -> None:
@@ -290,7 +317,8 @@ class FollowerStoreSender:
         self._worker = ThreadPoolExecutor(1, "weightsync-publish")
         self._changed = threading.Condition()
         self._ended: dict[int, Mapping[str, Any]] = {}
-        self._pending: int | None = None
+        self._pending: int | None = None  # number of an update, as rank 0 counts them
+        self.number = 0
         self._left: tuple[int, str] | None = None
         self._lost: str | None = None
         self._pipe = RankPipe(channel, self._on_frame, self._on_lost)
@@ -302,23 +330,38 @@ class FollowerStoreSender:
     def wait(self, limit_s: float | None = None) -> None:
         """Until the version under way is visible, as rank 0 says. Raises :class:`SessionError` with why
         it will not be, :class:`PeerLostError`, :class:`DeadlineError`."""
-        version, self._pending = self._pending, None
-        if version is None:
+        number, self._pending = self._pending, None
+        if number is None:
             return
         limit_s = self.options.commit_timeout_s + _GRACE_S if limit_s is None else limit_s
         deadline = Deadline(limit_s, peer="trainer rank 0", stage="publish")
         with self._changed:
-            while version not in self._ended:
+            while number not in self._ended:
                 if self._lost is not None:
                     raise deadline.lost(self._lost)
                 deadline.check()
                 self._changed.wait(deadline.slice_s())
-            self._raise_ended(version)
+            self._raise_ended(number)
 
-    def _raise_ended(self, version: int) -> None:
-        ended = self._ended.get(version)
+    def report_of(self, update: FollowerUpdate) -> PublishReport:
+        """Waits until the version of an update is visible. Raises as :meth:`wait`."""
+        if self._pending == update.number:
+            self.wait()
+        self._raise_ended(update.number)
+        ended = self._ended.get(update.number)
+        if ended is None:
+            raise SessionError(
+                f"version {update.version} is not known any more to rank {self.rank}"
+            )
+        return PublishReport(
+            version=update.version, run_id=self.run_id, waited_s=update.waited_s,
+            encode_s=update.encode_s, **ended["said"],
+        )  # fmt: skip
+
+    def _raise_ended(self, number: int) -> None:
+        ended = self._ended.get(number)
         if ended is not None and not ended["is_visible"]:
-            raise SessionError(f"version {version} was given up: {ended['said'][0]}")
+            raise SessionError(f"trainer rank 0 gave the version up: {ended['said']}")
 
     def close(self) -> None:
         """Wait for what is under way and part with rank 0. Idempotent."""
@@ -345,7 +388,7 @@ class FollowerStoreSender:
             case "call":
                 with self._changed:
                     left = self._left
-                if left is not None and message["what"].get("version") == left[0]:
+                if left is not None and message["what"].get("number") == left[0]:
                     self._answer(message, lambda _: _refuse(left[1]))
                 else:
                     self._asked.put(message)
@@ -353,7 +396,7 @@ class FollowerStoreSender:
                 self._asked.put(message)
             case "ended":
                 with self._changed:
-                    self._ended[int(message["version"])] = message
+                    self._ended[int(message["number"])] = message
                     while len(self._ended) > 8:
                         del self._ended[next(iter(self._ended))]
                     self._changed.notify_all()
@@ -385,13 +428,13 @@ class FollowerStoreSender:
 
     # --- for updates ----------------------------------------------------------------------------------
 
-    def send(self, version: int, tensors: LocalTensors) -> None:
+    def send(self, version: int, number: int, tensors: LocalTensors) -> None:
         """Do what rank 0 asks until every rank has coded its part."""
         limit_s = 3 * self.options.commit_timeout_s + _GRACE_S
         deadline = Deadline(limit_s, peer="trainer rank 0", stage="send")
         while True:
             with self._changed:
-                self._raise_ended(version)
+                self._raise_ended(number)
                 if self._lost is not None:
                     raise deadline.lost(self._lost)
             try:
@@ -399,8 +442,8 @@ class FollowerStoreSender:
             except queue.Empty:
                 deadline.check()
                 continue
-            if message["kind"] == "sent" and message["version"] == version:
-                self._pending = version
+            if message["kind"] == "sent" and message["number"] == number:
+                self._pending = number
                 return
             if message["kind"] == "call":
                 self._answer(message, lambda what: self._do_in_send(what, version, tensors))
@@ -410,7 +453,7 @@ class FollowerStoreSender:
     ) -> Mapping[str, Any]:
         if what["do"] == "layout":
             return {"layout": tensors.layout.to_json()}
-        if what["version"] != version:
+        if (what["version"], what["number"]) != (version, self.number):
             raise SessionError(
                 f"trainer rank {self.rank} sends version {version}, rank 0 {what['version']}"
             )
@@ -428,14 +471,14 @@ class FollowerStoreSender:
             case do:
                 raise ProtocolError(f"trainer rank 0 asks for {do!r}")
 
-    def leave(self, version: int, why: str) -> None:
+    def leave(self, version: int, number: int, why: str) -> None:
         """This rank will not send the version: rank 0 is told so when it asks."""
         reason = f"trainer rank {self.rank} left version {version} by {why}"
         with self._changed:
-            self._left = (version, reason)
+            self._left = (number, reason)
         while not self._asked.empty():
             message = self._asked.get()
-            if message["kind"] == "call" and message["what"].get("version") == version:
+            if message["kind"] == "call" and message["what"].get("number") == number:
                 self._answer(message, lambda _: _refuse(reason))
 
 
@@ -443,22 +486,39 @@ class FollowerUpdate:
     """One version, on a rank that is not 0."""
 
     def __init__(self, sender: FollowerStoreSender, version: int) -> None:
-        self._sender, self.version = sender, version
+        self._sender, self.version, self.number = sender, version, 0
         self._is_sent = False
+        self.waited_s = self.encode_s = 0.0
 
     def __enter__(self) -> FollowerUpdate:
-        self._sender.wait()
+        start_s = time.perf_counter()
+        self._sender.number += 1
+        self.number = self._sender.number
+        try:
+            self._sender.wait()
+        except BaseException as error:
+            self._sender.leave(self.version, self.number, f"{type(error).__name__}: {error}")
+            raise
+        self.waited_s = time.perf_counter() - start_s
         return self
+
+    @property
+    def report(self) -> PublishReport | None:
+        """Waits until the version is visible; None if this rank gave it up. Sizes are of all ranks."""
+        return self._sender.report_of(self) if self._is_sent else None
 
     def send(self, source: Any) -> None:
         """Everything that this rank holds, in one call. Returns when the weights may change."""
+        start_s = time.perf_counter()
         parts = [tensors for tensors, _ in self._sender.collector.collect(source)]
-        self._sender.send(self.version, _only(parts))
+        self._sender.send(self.version, self.number, _only(parts))
+        self.encode_s = time.perf_counter() - start_s
         self._is_sent = True
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if not self._is_sent:
-            self._sender.leave(self.version, "no send" if kind is None else kind.__name__)
+            why = "no send" if kind is None else kind.__name__
+            self._sender.leave(self.version, self.number, why)
             if kind is None:
                 raise SessionError(f"nothing was sent for version {self.version}")
 

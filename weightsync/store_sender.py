@@ -236,6 +236,9 @@ class StoreSender:
         total_bytes = sum(w.meta.num_bytes for w in weights.values())
         return self._publisher.encode(version, weights), total_bytes
 
+    def _entering(self) -> None:
+        """An update is entered."""
+
     def _give_up(self, version: int, why: str) -> None:
         """The version will not be."""
 
@@ -306,7 +309,12 @@ class StoreUpdate:
                 f"an update to version {self._sender._open.version} is open; leave it first"
             )
         start_s = time.perf_counter()
-        self._sender.wait()
+        self._sender._entering()
+        try:
+            self._sender.wait()
+        except BaseException as error:
+            self._sender._give_up(self.version, f"{type(error).__name__}: {error}")
+            raise
         self._waited_s = time.perf_counter() - start_s
         self._sender._open = self
         return self
