@@ -23,7 +23,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ),
     (
         "weightsync.link", "weightsync.source_ends", "weightsync.fill",
-        "weightsync.collector", "weightsync.crew", "weightsync.store_sender",
+        "weightsync.collector", "weightsync.crew", "weightsync.store_sender", "weightsync.store_ranks",
         "weightsync.rank_sender", "weightsync.ranks", "weightsync.followers", "weightsync.machines",
         "weightsync.rank_calls", "weightsync.rank_work", "weightsync.rank_moves",
         "weightsync.rank_digests", "weightsync.rank_session", "weightsync.rank_store", "weightsync.sources",

@@ -10,7 +10,9 @@ import pytest
 
 from weightsync.codec import Variant
 from weightsync.store import LocalCheckpoint, Publisher, Store
-from weightsync.store.weights import DeviceWeight, Weight
+from weightsync.store.cutting import Cut, Cutter
+from weightsync.store.pieces import first_byte
+from weightsync.store.weights import DeviceWeight, Weight, pieces_of
 from weightsync.types import TensorMeta
 
 SHAPES = {"a": (300, 700), "b": (70_000,), "c": (3,), "e": (0, 4)}
@@ -75,6 +77,40 @@ def test_versions_are_those_of_the_host(tmp_path: Path, shift_bytes: int) -> Non
     with LocalCheckpoint(tmp_path / "local") as local:
         local.pull(there.store)
     there.close()
+    there.close()
+
+
+def test_pieces_are_compared_where_they_lie(tmp_path: Path) -> None:
+    """Rows in place; a piece that is no rows of its tensor is a copy there, as the sender makes it."""
+    placed = Placed()
+    cutter = Cutter([Cut("a", dim=0, parts=3), Cut("b", dim=0, parts=2)])
+
+    def there_in_pieces() -> dict[str, DeviceWeight]:
+        found = {}
+        for weight in placed.weights.values():
+            for piece in cutter.pieces(weight.meta):
+                at = first_byte(weight.meta, piece.box)
+                assert at is not None
+                box_of = None if piece.is_whole else piece
+                found[piece.meta.name] = DeviceWeight(
+                    piece.meta, weight.ptr + at, "cpu", weight, box_of
+                )
+        return found
+
+    def here_in_pieces() -> dict[str, Weight]:
+        parts = [p for w in placed.host.values() for p in pieces_of(w, cutter)]
+        return {part.meta.name: part for part in parts}
+
+    there = Publisher(Store(tmp_path, "device"), is_mirrored=True, num_threads=2)
+    here = Publisher(Store(tmp_path, "host"), num_threads=2)
+    for version in range(3):
+        one = there.publish(version, there_in_pieces())
+        other = here.publish(version, here_in_pieces())
+        assert [e.pieces for e in one.tensors] == [e.pieces for e in other.tensors]
+        assert one.target == other.target
+        assert payload(there.store, version) == payload(here.store, version)
+        placed.step(0.01, version)
+    assert any(e.pieces for e in one.tensors)
     there.close()
 
 

@@ -7,6 +7,7 @@ boxes with strides of its own. Host memory.
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -102,7 +103,9 @@ class LiveTensor:
         strides = dense_strides(meta.shape, item_bytes(meta.dtype))
         self.is_dense = len(spots) == 1 and tuple(spots[0].strides_bytes) == tuple(strides)
         held = sum(spot.box.num_elements for spot in spots)
-        self.is_whole = held == meta.num_elements
+        pairs = itertools.combinations(spots, 2)
+        is_once = not any(a.box.intersect(b.box) for a, b in pairs)
+        self.is_whole = held == meta.num_elements and is_once
 
     def bytes(self) -> Bytes:
         """The wire form, uint8 [meta.num_bytes]: live memory where it is dense on the host, else a
@@ -144,6 +147,20 @@ class LiveTensor:
             view = _memory(low, high - low).view(f"u{width}")
             found.append(Write(view, where // width, values[inside]))
         return found
+
+
+def live_part(meta: TensorMeta, box: Box, spots: Sequence[Spot], device: str = CPU) -> LiveTensor:
+    """The box of a larger tensor as a tensor of its own, ``meta``: what ``spots`` of the larger one hold
+    of it. What they hold twice leaves it not whole."""
+    found: list[Spot] = []
+    for spot in spots:
+        common = spot.box.intersect(box)
+        if common is None:
+            continue
+        low = tuple(a - b for a, b in zip(common.start, box.start, strict=True))
+        high = tuple(a - b for a, b in zip(common.stop, box.start, strict=True))
+        found.append(Spot(Box(low, high), spot.at(common), spot.strides_bytes, spot.dtype))
+    return LiveTensor(meta, found, device)
 
 
 def copy_parts(

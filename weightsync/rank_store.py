@@ -32,7 +32,7 @@ from weightsync.errors import (
 )
 from weightsync.faults import reach
 from weightsync.layout import Layout
-from weightsync.live_tensor import LiveTensor, Write, copy_parts
+from weightsync.live_tensor import LiveTensor, Write, copy_parts, live_part
 from weightsync.manifest import name_some
 from weightsync.rank_session import Landing, OpenSession
 from weightsync.store.chain import Chain, ChainTensor, open_chain
@@ -135,41 +135,64 @@ class RankStore:
         """
         chain = open_chain(source)
         fetched = self._fetched(chain)
-        self._check_can_patch(fetched)
+        mine: list[tuple[ChainTensor, LiveTensor, str]] = []
+        for tensor in chain.tensors():
+            name = tensor.meta.name
+            if name in fetched.parts:
+                found, fetched.digests[name] = self._live_parts(tensor, fetched.parts[name][1])
+                mine += [(part, live, name) for part, live in found]
         synchronize(self._device)
-        mine = [t for t in chain.tensors() if t.meta.name in fetched.parts]
+        touched: dict[str, None] = {}
 
-        def one(tensor: ChainTensor) -> tuple[ChainTensor, list[Write | DeviceWrite], int]:
+        def one(
+            item: tuple[ChainTensor, LiveTensor, str],
+        ) -> tuple[str, list[Write | DeviceWrite], int]:
             deadline.check()
-            spots = [self._slots[key] for key in fetched.parts[tensor.meta.name][1]]
-            return (tensor, *_writes(tensor, LiveTensor(tensor.meta, spots, self._device)))
+            part, live, name = item
+            return (name, *_writes(part, live))
 
-        for tensor, writes, num_bytes in self._on_each(mine, one):
-            fetched.digests[tensor.meta.name] = tensor.digest or 0
+        for name, writes, num_bytes in self._on_each(mine, one):
             fetched.writes += writes
             fetched.num_payload_bytes += num_bytes
             fetched.num_changed += sum(w.positions.size for w in writes)
             if writes:
-                fetched.touched.append(tensor.meta.name)
+                touched[name] = None
+        fetched.touched = list(touched)
         return fetched
 
-    def _check_can_patch(self, fetched: Fetched) -> None:
-        for meta, keys in fetched.parts.values():
-            if any(key not in self._slots for key in keys):
-                raise ConfigError(
-                    f"{meta.name!r} is an opaque slot of this engine: its wire form is not in memory, "
-                    "so no delta can be applied to it; take full versions"
-                )
-            live = LiveTensor(meta, [self._slots[key] for key in keys], self._device)
-            if self._device != CPU and not live.is_dense:
-                raise ConfigError(
-                    f"{meta.name!r} is not dense in the memory of {self._device}; take full versions"
-                )
+    def _live_parts(
+        self, tensor: ChainTensor, keys: Sequence[tuple[int, int]]
+    ) -> tuple[list[tuple[ChainTensor, LiveTensor]], int]:
+        """What of a tensor is coded as one, where this rank holds it, and what that will add up to in
+        the tensor's digest. Raises :class:`ConfigError` where no delta can be applied."""
+        name = tensor.meta.name
+        if any(key not in self._slots for key in keys):
+            raise ConfigError(
+                f"{name!r} is an opaque slot of this engine: its wire form is not in memory, so no "
+                "delta can be applied to it; take full versions"
+            )
+        spots = [self._slots[key] for key in keys]
+        found: list[tuple[ChainTensor, LiveTensor]] = []
+        shares = tensor.shares or (tensor.digest or 0,)
+        total = 0
+        for (box, part), share in zip(tensor.parts(), shares, strict=True):
+            live = live_part(part.meta, box, spots, self._device)
+            if not live.spots:
+                continue  # of other ranks, or nothing at all
             if not live.is_whole:
                 raise ConfigError(
-                    f"{meta.name!r} is cut over ranks of this engine, and a delta needs all of its old "
-                    "values; take full versions"
+                    f"{name!r} is cut over ranks of this engine, and a delta needs all old values of "
+                    f"{_what_is_coded(tensor)}; take full versions, or let the trainer publish pieces "
+                    "that the ranks hold whole (option cut)"
                 )
+            if self._device != CPU and not live.is_dense:
+                raise ConfigError(
+                    f"{part.meta.name!r} is not dense in the memory of {self._device}; take full "
+                    "versions"
+                )
+            found.append((part, live))
+            total += share
+        return found, total % (1 << 64)
 
     def _on_each(self, items: Sequence[T], act: Callable[[T], R]) -> Iterator[R]:
         if self._threads <= 1 or len(items) <= 1:
@@ -320,6 +343,10 @@ def _all(pool: ThreadPoolExecutor, act: Callable[[Write], None], writes: Sequenc
             raise error
 
 
+def _what_is_coded(tensor: ChainTensor) -> str:
+    return "each piece that it was published in" if tensor.boxes else "the whole"
+
+
 def _check_form(meta: TensorMeta, forms: Sequence[TensorMeta]) -> None:
     if meta.shape != forms[0].shape:
         raise ShapeMismatchError(
@@ -344,8 +371,11 @@ def _writes(tensor: ChainTensor, live: LiveTensor) -> tuple[list[Write | DeviceW
     """What a tensor's records do to its live elements, and the bytes of the records."""
     old = live.bytes()
     digests = block_digests(tensor.meta, old)
-    changes = tensor.changes(old, digests)
-    found = [write for change in changes for write in live.writes_of(change)]
+    try:
+        changes = tensor.changes(old, digests)
+        found = [write for change in changes for write in live.writes_of(change)]
+    except IntegrityError as error:
+        raise IntegrityError(f"{tensor.meta.name!r}: {error}") from error
     result = int(digests.sum(dtype=np.uint64))
     if result != tensor.digest:
         raise IntegrityError(

@@ -151,7 +151,9 @@ class Sender:
         """
         listed = list(engines)
         if transport == "disk-delta":
-            return store_sender(listed, run_id, rules, rank, world_size, options)
+            meeting = Meeting(rank, world_size, group, store, "trainer", name)
+            published: StoreSender = store_sender(listed, run_id, rules, options, meeting)
+            return published
         checked = resolve_options(resolve_bucket(bucket), **options)
         meeting = Meeting(rank, world_size, group, store, "trainer", name)
         if not listed:

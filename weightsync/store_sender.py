@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -25,10 +25,20 @@ from weightsync.binding import Spot, spot_of
 from weightsync.codec.spans import Bytes
 from weightsync.collector import Collector
 from weightsync.device_tables import CPU, DeviceMemory, bytes_at, segment_copy, synchronize
-from weightsync.errors import ConfigError, DeadlineError, SessionError, WeightSyncError
+from weightsync.errors import (
+    ConfigError,
+    DeadlineError,
+    LayoutError,
+    SessionError,
+    WeightSyncError,
+)
+from weightsync.layout import PlacedBox, TensorLayout
 from weightsync.live_tensor import LiveTensor
 from weightsync.naming import Rule
+from weightsync.ranks import Meeting
 from weightsync.store import Publisher, Store, VersionManifest, collect, fold
+from weightsync.store.cutting import Cuts, Cutter
+from weightsync.store.pieces import Piece
 from weightsync.store.publish import Encoded
 from weightsync.store.weights import DeviceWeight, Weight
 from weightsync.tables import dense_strides, segment_rows, table
@@ -36,7 +46,7 @@ from weightsync.tensors import LocalTensors
 from weightsync.types import Box, CastPolicy, Convert, TensorMeta, item_bytes
 
 _LOG = logging.getLogger(__name__)
-_BUCKET_BYTES = 1 << 40  # a generator is one part: all of it is coded at once
+BUCKET_BYTES: Final = 1 << 40  # a generator is one part: all of it is coded at once
 
 
 class SnapshotPlace(Enum):
@@ -53,6 +63,9 @@ class StoreOptions:
     ``fold_every`` and ``anchor_every``: one delta in place of so many, and the version in full beside
     its delta. ``keep``: forget what neither the newest so many versions nor a reader's lease needs.
     ``cast``: fp32 weights are stored as bf16, rounded to nearest even, or as they are.
+    ``cut``: code tensors in pieces, by rules (:class:`weightsync.store.Cut`) or by the layout of an
+    engine, so that ranks which hold parts of tensors can take deltas. Pieces that are not rows of their
+    tensor are copied (their size) while it is sent.
     ``snapshot``: where weights of a GPU are compared with the last version. On the host they are copied
     there first; on the device a second copy of them is kept there (their size), and only what is
     published leaves it.
@@ -65,6 +78,7 @@ class StoreOptions:
     grace_s: float = 3600.0
     cast: CastPolicy = CastPolicy.STRICT
     snapshot: SnapshotPlace = SnapshotPlace.HOST
+    cut: Cuts | None = None
     commit_timeout_s: float = 600.0
     num_threads: int = 0  # 0: $WEIGHTSYNC_NUM_THREADS, or the CPUs of this process
     file_bytes: int = 1 << 30
@@ -79,6 +93,16 @@ class StoreOptions:
                 raise ConfigError(f"{name}={count!r}: it must be a count of at least 0")
         if not self.commit_timeout_s > 0 or self.grace_s < 0 or self.file_bytes < 1:
             raise ConfigError(f"limits and sizes must be positive: {self}")
+
+
+def publisher_options(options: StoreOptions, num_threads: int) -> dict[str, Any]:
+    """What a :class:`Publisher` is made with."""
+    return {
+        "file_bytes": options.file_bytes,
+        "extra_files": options.extra_files,
+        "num_threads": num_threads,
+        "is_mirrored": options.snapshot is SnapshotPlace.DEVICE,
+    }
 
 
 @dataclass(frozen=True)
@@ -128,24 +152,23 @@ class StoreSender:
         run_id: str,
         options: StoreOptions | None = None,
         rules: Sequence[Rule] | None = None,
+        world_size: int = 1,
     ) -> None:
         self.run_id = run_id
         self.options = StoreOptions() if options is None else options
         self.store = Store(os.fspath(directory), run_id)
         self._threads = self.options.num_threads or config.num_threads()
-        self._publisher = Publisher(
-            self.store,
-            file_bytes=self.options.file_bytes,
-            extra_files=self.options.extra_files,
-            num_threads=self._threads,
-            is_mirrored=self.options.snapshot is SnapshotPlace.DEVICE,
-        )
-        self._collector = Collector(rules, self.options.cast, _BUCKET_BYTES)
+        self._publisher = self._made_publisher()
+        self._cutter = Cutter(self.options.cut)
+        self._collector = Collector(rules, self.options.cast, BUCKET_BYTES, 0, world_size)
         self._worker = ThreadPoolExecutor(1, "weightsync-publish")
         self._pending: Future[PublishReport] | None = None
         self._upkeep: Future[None] | None = None
         self._open: StoreUpdate | None = None
         self._closed = False
+
+    def _made_publisher(self) -> Publisher:
+        return Publisher(self.store, **publisher_options(self.options, self._threads))
 
     def update(self, version: int) -> StoreUpdate:
         """An update to ``version``, as a context manager; leaving it hands the version to the publisher.
@@ -192,9 +215,12 @@ class StoreSender:
         try:
             self.wait()
         finally:
-            self._worker.submit(self._publisher.close)  # behind the upkeep, which may read it
+            self._worker.submit(self._release)  # behind the upkeep, which may need it
             self._worker.shutdown(wait=False)
             self._collector.forget()
+
+    def _release(self) -> None:
+        self._publisher.close()
 
     def __enter__(self) -> StoreSender:
         return self
@@ -202,12 +228,29 @@ class StoreSender:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _encode(self, version: int, parts: Sequence[LocalTensors]) -> tuple[Encoded, int]:
+        """What changed, and the bytes of all weights."""
+        weights: dict[str, Any] = {}
+        for tensors in parts:
+            weights |= placed_weights(tensors, self.options, self._threads, self._cutter)
+        total_bytes = sum(w.meta.num_bytes for w in weights.values())
+        return self._publisher.encode(version, weights), total_bytes
+
+    def _entering(self) -> None:
+        """An update is entered."""
+
+    def _give_up(self, version: int, why: str) -> None:
+        """The version will not be."""
+
+    def _commit(self, encoded: Encoded) -> VersionManifest:
+        return self._publisher.commit(encoded)
+
     # --- behind the training step -------------------------------------------------------------------
 
     def _publish_later(self, encoded: Encoded, make: Callable[..., PublishReport]) -> None:
         def publish() -> PublishReport:
             start_s = time.perf_counter()
-            manifest = self._publisher.commit(encoded)
+            manifest = self._commit(encoded)
             return make(manifest, time.perf_counter() - start_s)
 
         self._pending = self._worker.submit(publish)
@@ -266,7 +309,12 @@ class StoreUpdate:
                 f"an update to version {self._sender._open.version} is open; leave it first"
             )
         start_s = time.perf_counter()
-        self._sender.wait()
+        self._sender._entering()
+        try:
+            self._sender.wait()
+        except BaseException as error:
+            self._sender._give_up(self.version, f"{type(error).__name__}: {error}")
+            raise
         self._waited_s = time.perf_counter() - start_s
         self._sender._open = self
         return self
@@ -279,18 +327,19 @@ class StoreUpdate:
         if self._encoded is not None:
             raise SessionError("a version of a store is sent in one call")
         start_s = time.perf_counter()
-        weights: dict[str, Any] = {}
-        options = self._sender.options
+        parts = []
         for tensors, dropped in self._sender._collector.collect(source):
             self._dropped.update(dropped)
-            weights |= placed_weights(tensors, options, self._sender._threads)
-        self._total_bytes = sum(w.meta.num_bytes for w in weights.values())
-        self._encoded = self._sender._publisher.encode(self.version, weights)
+            parts.append(tensors)
+        self._encoded, self._total_bytes = self._sender._encode(self.version, parts)
         self._on_host = self._encoded.on_host
         self._encode_s = time.perf_counter() - start_s
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._sender._open = None
+        if kind is not None or self._encoded is None:
+            why = "nothing was sent" if kind is None else kind.__name__
+            self._sender._give_up(self.version, why)
         if kind is not None:
             return
         if self._encoded is None:
@@ -333,23 +382,24 @@ def store_sender(
     places: Sequence[Any],
     run_id: str | None,
     rules: Sequence[Rule] | None,
-    rank: int,
-    world_size: int,
     options: Mapping[str, Any],
-) -> StoreSender:
+    meeting: Meeting,
+) -> Any:
     """What ``Sender.connect(transport="disk-delta")`` gives. Raises :class:`ConfigError`."""
     if len(places) != 1 or not isinstance(places[0], str | os.PathLike):
         raise ConfigError(
             f"transport 'disk-delta' publishes to one store: give its directory, got {places!r:.200}"
         )
-    if world_size != 1 or rank != 0:
-        raise ConfigError(
-            "transport 'disk-delta' publishes from one process: gather on rank 0, and send there"
-        )
     known = StoreOptions.__dataclass_fields__
     if unknown := sorted(options.keys() - set(known)):
         raise ConfigError(f"unknown options {unknown}; known for a store: {', '.join(known)}")
     found = run_id if run_id is not None else f"{os.uname().nodename}-{secrets.token_hex(6)}"
+    if meeting.world_size > 1:
+        from weightsync.store_ranks import rank_store_sender
+
+        return rank_store_sender(
+            os.fspath(places[0]), found, StoreOptions(**options), rules, meeting
+        )
     return StoreSender(places[0], found, StoreOptions(**options), rules)
 
 
@@ -357,10 +407,15 @@ def store_sender(
 
 
 def placed_weights(
-    tensors: LocalTensors, options: StoreOptions, num_threads: int
+    tensors: LocalTensors,
+    options: StoreOptions,
+    num_threads: int,
+    cutter: Cutter,
+    owned: Sequence[Piece] | None = None,
 ) -> dict[str, Weight] | dict[str, DeviceWeight]:
-    """Each tensor in the form that is stored: where it lies if it is dense there and keeps its dtype,
-    else a copy. On the host, or if the snapshot is to be on the one device of all, on that.
+    """Each piece of each tensor in the form that is stored: where it lies if it is dense there and keeps
+    its dtype, else a copy; ``owned`` are this rank's, if there are several. On the host, or if the
+    snapshot is to be on the one device of all, on that.
 
     Raises :class:`ConfigError` for a part of a tensor, and for weights of several devices then.
     """
@@ -374,22 +429,49 @@ def placed_weights(
             f"snapshot='device' needs all weights on one device, they lie on {', '.join(kinds)}; "
             "snapshot='host' takes them all"
         )
+    by_name: dict[str, list[Piece]] = {}
+    for piece in owned or ():
+        by_name.setdefault(piece.tensor.name, []).append(piece)
     found: dict[str, Any] = {}
     for device in kinds:
         synchronize(device)
     for entry in tensors.layout.tensors:
         meta = entry.wire_forms[-1]  # the cast one, where there is one
-        if len(entry.placed) != 1 or entry.placed[0].box != Box.whole(entry.shape):
+        pieces: Sequence[Piece]
+        if owned is not None:
+            pieces = by_name.get(entry.name, ())
+        elif len(entry.placed) != 1 or entry.placed[0].box != Box.whole(entry.shape):
             raise ConfigError(f"{entry.name!r} is cut over ranks; gather it before it is sent")
-        (placed,) = entry.placed
-        spot = replace(spot_of(placed, by_region), dtype=placed.dtype)
-        device = devices[placed.region]
-        if is_on_device:
-            ptr, memory = _dense_there(meta, spot, device, num_threads)
-            found[entry.name] = DeviceWeight(meta, ptr, device, (tensors, memory))
         else:
-            found[entry.name] = Weight(meta, _dense(meta, spot, device, num_threads), tensors)
+            pieces = cutter.pieces(meta)
+        for piece in pieces:
+            placed = _holder(entry, piece)
+            whole = spot_of(placed, by_region)
+            device = devices[placed.region]
+            spot = replace(whole, box=Box.whole(piece.box.shape), ptr=whole.at(piece.box))
+            found[piece.meta.name] = _placed(
+                piece, spot, device, (tensors, is_on_device, num_threads)
+            )
     return found
+
+
+def _holder(entry: TensorLayout, piece: Piece) -> PlacedBox:
+    """What holds the piece here."""
+    for placed in entry.placed:
+        if placed.box == piece.box or placed.box.intersect(piece.box) == piece.box:
+            return placed
+    raise LayoutError(f"{piece.meta.name!r} lies in no box of this rank")
+
+
+def _placed(
+    piece: Piece, spot: Spot, device: str, how: tuple[LocalTensors, bool, int]
+) -> Weight | DeviceWeight:
+    owner, is_on_device, num_threads = how
+    box_of = None if piece.is_whole else piece
+    if is_on_device:
+        ptr, memory = _dense_there(piece.meta, spot, device, num_threads)
+        return DeviceWeight(piece.meta, ptr, device, (owner, memory), box_of)
+    return Weight(piece.meta, _dense(piece.meta, spot, device, num_threads), owner, box_of)
 
 
 def _dense(meta: TensorMeta, spot: Spot, device: str, num_threads: int) -> Bytes:

@@ -23,7 +23,7 @@ from weightsync import rank_store, rank_work
 from weightsync.errors import TaintedError, WeightSyncError
 from weightsync.faults import FAULT_POINTS
 from weightsync.receiver import Receiver
-from weightsync.store import Publisher, Store
+from weightsync.store import Cut, Publisher, Store
 from weightsync.store.weights import weights_of
 
 pytestmark = pytest.mark.timeout(120)
@@ -102,6 +102,51 @@ def test_an_engine_is_killed_and_its_successor_comes_by_itself(
     assert kinds[0] == "full"
     successor.send("end")
     assert successor.wait() == 0
+
+
+def _ranks(brood: Brood, tmp_path: Path, fault_of: dict[int, str]) -> list[Any]:
+    folder = tmp_path / f"meeting-{len(list(tmp_path.iterdir()))}"
+    folder.mkdir()
+    children = [brood.start("store.worker:follow_as_rank", fault_of.get(r, "")) for r in (0, 1)]
+    for rank, child in enumerate(children):
+        child.send([str(tmp_path / "store"), str(folder), rank])
+    for child in children:
+        assert child.receive() == "ready"
+    return children
+
+
+def _pull(children: list[Any]) -> tuple[list[Any], list[Any]]:
+    children[0].send("pull")
+    first = children[0].receive()
+    children[1].send("say")
+    return first, children[1].receive()
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+@pytest.mark.parametrize("point", ["engine.moved", "engine.half_placed", "engine.placed"])
+def test_a_rank_is_killed_while_it_takes_pieces_and_a_new_engine_comes_by_itself(
+    brood: Brood, tmp_path: Path, point: str, killed: int
+) -> None:
+    """Two processes that hold halves of matrices; what they are told in deltas are their own pieces."""
+    cuts = [Cut(r".*\.weight", dim=-1, parts=2)]
+    store = Store(tmp_path / "store", RUN)
+    publisher = Publisher(store)
+    halves = [weights_of(arrays(version).items(), cuts) for version in (0, 1, 2)]
+    publisher.publish(0, halves[0])
+    children = _ranks(brood, tmp_path, {killed: f"{point}=kill@3"})
+    assert _pull(children) == ([0, ["full"], True], [0, [], True])
+    publisher.publish(1, halves[1])
+    assert _pull(children) == ([1, ["delta"], True], [1, [], True])
+    publisher.publish(2, halves[2])
+    children[0].send("pull")
+    assert children[killed].wait() == -signal.SIGKILL
+    children[1 - killed].kill()
+    successors = _ranks(brood, tmp_path, {})
+    first, second = _pull(successors)
+    assert (first[0], first[2], second[0], second[2]) == (2, True, 2, True)
+    for child in reversed(successors):
+        child.send("end")
+        assert child.wait() == 0
 
 
 def fails_at(monkeypatch: pytest.MonkeyPatch, point: str) -> None:

@@ -11,11 +11,12 @@ import random
 import signal
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from nursery import Brood
 from processes import ChildEnded
-from store.helpers import RUN, contents, held, published, weights
+from store.helpers import RUN, contents, held, published, published_in_pieces, weights
 
 from weightsync.faults import FAULT_POINTS
 from weightsync.store import LocalCheckpoint, Publisher, Store, collect
@@ -70,6 +71,22 @@ def test_a_puller_is_killed(brood: Brood, tmp_path: Path, point: str, times: int
     assert check_local(tmp_path / "local") == 1
 
 
+@pytest.mark.parametrize(("point", "times"), [*((p, 1) for p in PULLER), ("local.half", 3)])
+def test_a_puller_of_pieces_is_killed(brood: Brood, tmp_path: Path, point: str, times: int) -> None:
+    """What they change is in the log as changes of whole tensors."""
+    store, _ = published_in_pieces(tmp_path / "store", 1)
+    with LocalCheckpoint(tmp_path / "local") as local:
+        local.pull(store, 0)
+    child = brood.start("store.worker:pull", f"{point}=kill@{times}")
+    child.send([str(tmp_path / "store"), str(tmp_path / "local"), [1]])
+    assert child.receive() == "ready"
+    assert child.wait() == -signal.SIGKILL
+    assert check_local(tmp_path / "local") == (1 if point in DECIDED else 0)
+    with LocalCheckpoint(tmp_path / "local") as local:
+        local.pull(store)
+    assert check_local(tmp_path / "local") == 1
+
+
 @pytest.mark.parametrize("has_old", [False, True])
 def test_a_puller_is_killed_before_a_full_version_is_current(
     brood: Brood, tmp_path: Path, has_old: bool
@@ -108,6 +125,52 @@ def test_a_publisher_is_killed(brood: Brood, tmp_path: Path, point: str, times: 
     collect(store, grace_s=0.0)
     folders = {p.name for p in store.path.iterdir() if p.is_dir()}
     assert folders == {store.manifest(2).directory}
+
+
+def _ranks(brood: Brood, tmp_path: Path, fault_of: dict[int, str]) -> list[Any]:
+    """Two processes that are a trainer."""
+    folder = tmp_path / f"meeting-{len(list(tmp_path.iterdir()))}"
+    folder.mkdir()
+    children = [brood.start("store.worker:publish_as_rank", fault_of.get(r, "")) for r in (0, 1)]
+    for rank, child in enumerate(children):
+        child.send([str(tmp_path / "store"), str(folder), rank])
+    for child in children:
+        assert child.receive() == "ready"
+    return children
+
+
+@pytest.mark.parametrize(
+    ("killed", "point"),
+    [(0, "store.payload"), (1, "store.payload"), (0, "store.manifest"), (0, "store.committed")],
+)
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_rank_of_a_publisher_is_killed(
+    brood: Brood, tmp_path: Path, killed: int, point: str, times: int
+) -> None:
+    """In the full version, or in the delta on it. The other one hears of it, and nobody sees a part."""
+    children = _ranks(brood, tmp_path, {killed: f"{point}=kill@{times}"})
+    for version in range(times):
+        for child in children:
+            child.send(version)
+        if version < times - 1:
+            assert [child.receive() for child in children] == ["visible", "visible"]
+    assert children[killed].wait() == -signal.SIGKILL
+    assert children[1 - killed].receive() == "PeerLostError"
+    children[1 - killed].kill()
+    whole = times - 1 + (point == "store.committed")
+    assert check_store(tmp_path / "store") == list(range(whole))
+    successors = _ranks(brood, tmp_path, {})
+    for version in (5, 6):
+        for child in successors:
+            child.send(version)
+        assert [child.receive() for child in successors] == ["visible", "visible"]
+    with LocalCheckpoint(tmp_path / "local") as local:
+        local.pull(Store(tmp_path / "store", RUN))
+    assert check_local(tmp_path / "local") == 6
+    for child in reversed(successors):
+        child.send("end")
+    for child in successors:
+        assert child.wait() == 0
 
 
 def test_a_collector_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,10 @@ import numpy as np
 
 from weightsync import workloads
 from weightsync.checkpoints import read_tensors
-from weightsync.store import Publisher, Store
+from weightsync.store import Cut, Publisher, Store
+from weightsync.store.cutting import Cutter
 from weightsync.store.publish import Weight, Weights
+from weightsync.store.weights import pieces_of
 from weightsync.types import TensorMeta
 
 RUN = "run-1"
@@ -42,6 +44,23 @@ def weights(version: int) -> Weights:
         name: Weight(metas()[name], np.frombuffer(data, dtype=np.uint8).copy())
         for name, data in contents(version).items()
     }
+
+
+CUTS = [Cut(r".*proj.*", dim=1, parts=3), Cut(r"embed.*", dim=0, parts=2)]
+
+
+def in_pieces(version: int, cuts: list[Cut] | None = None) -> Weights:
+    cutter = Cutter(CUTS if cuts is None else cuts)
+    return {p.meta.name: p for w in weights(version).values() for p in pieces_of(w, cutter)}
+
+
+def published_in_pieces(directory: Path, last: int, **options: Any) -> tuple[Store, Publisher]:
+    directory.mkdir(exist_ok=True)
+    store = Store(directory, RUN)
+    publisher = Publisher(store, **options)
+    for version in range(last + 1):
+        publisher.publish(version, in_pieces(version))
+    return store, publisher
 
 
 def published(

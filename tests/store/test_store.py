@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +25,18 @@ from weightsync.errors import (
     UnknownNameError,
     VersionError,
 )
-from weightsync.store import Lease, LocalCheckpoint, Publisher, Store, collect, durable, fold
+from weightsync.store import (
+    Lease,
+    LocalCheckpoint,
+    Publisher,
+    Store,
+    collect,
+    durable,
+    fold,
+    publish,
+)
 from weightsync.store.publish import Weight, weights_of
-from weightsync.store.version import VersionKind, VersionManifest
+from weightsync.store.version import Identity, VersionKind, VersionManifest, root_of
 from weightsync.types import TensorMeta
 
 
@@ -108,6 +119,24 @@ def test_another_run_means_anew(tmp_path: Path) -> None:
         local.pull(new)
         assert local.state == ("run-2", new.manifest(1).target)
         check(local, 1)
+
+
+def test_a_delta_that_leads_elsewhere_is_given_up_after_one_new_start(tmp_path: Path) -> None:
+    """Its files are what it says, but what it says of a tensor is not what its records make."""
+    store, _ = published(tmp_path / "store", 1)
+    manifest = store.manifest(1)
+    first, *rest = manifest.tensors
+    tensors = (replace(first, digest=first.digest ^ 1), *rest)
+    lie = replace(manifest, tensors=tensors, target=Identity(1, root_of(tensors)))
+    (store.path / manifest.file_name).write_bytes(lie.to_bytes())
+    with LocalCheckpoint(tmp_path / "local") as local:
+        local.pull(store, 0)
+        with (
+            pytest.warns(UserWarning, match="starting anew"),
+            pytest.raises(IntegrityError, match="would digest to"),
+        ):
+            local.pull(store, 1)
+        check(local, 0)
 
 
 def test_a_local_file_that_was_changed_means_anew(tmp_path: Path) -> None:
@@ -401,3 +430,29 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "torn" in capsys.readouterr().out
     assert main(["delta", "log", directory, "--run", "none"]) == 2
     assert main(["delta", "log", str(tmp_path / "nowhere")]) == 1
+
+
+def test_an_anchor_is_of_its_version_whatever_is_encoded_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is written behind the next step, which may have to copy everything into the snapshot."""
+    store, publisher = published(tmp_path / "store", 1)
+    is_writing, is_encoded = threading.Event(), threading.Event()
+    original = publish.write_full
+
+    def write_late(*rest: Any) -> Any:
+        is_writing.set()
+        is_encoded.wait(0.3)  # it must not be: whoever encodes waits for this
+        return original(*rest)
+
+    monkeypatch.setattr(publish, "write_full", write_late)
+    anchoring = threading.Thread(target=publisher.anchor)
+    anchoring.start()
+    assert is_writing.wait(20.0)
+    publisher.encode_full(2, weights(3))
+    is_encoded.set()
+    anchoring.join(20.0)
+    assert not anchoring.is_alive()
+    anchors = store.path.glob("v000000000001-full*")
+    (folder,) = (path for path in anchors if path.is_dir())
+    assert held(folder) == contents(1)

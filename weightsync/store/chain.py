@@ -12,14 +12,22 @@ import numpy as np
 
 from weightsync import native_delta
 from weightsync.checkpoints import FileTensor, read_tensors
-from weightsync.codec import Changes, apply_changes, block_digests, decode_record, tensor_digest
+from weightsync.codec import (
+    Changes,
+    apply_changes,
+    block_digests,
+    decode_record,
+    decode_tensor,
+    tensor_digest,
+)
 from weightsync.codec.spans import Bytes, Digests, span_bytes, span_digests, spans_of
 from weightsync.errors import ConfigError, IntegrityError, ProtocolError, UnavailableError
 from weightsync.native_delta import Place
 from weightsync.store.directory import Store, open_payload
 from weightsync.store.object_path import AnyPath
+from weightsync.store.pieces import piece_meta, put, take
 from weightsync.store.version import TensorEntry, VersionManifest
-from weightsync.types import TensorMeta
+from weightsync.types import Box, TensorMeta
 
 _READ_BYTES: Final = 64 << 20
 
@@ -35,10 +43,39 @@ class ChainTensor:
     full: tuple[AnyPath, FileTensor] | None
     steps: tuple[tuple[Store, VersionManifest, TensorEntry], ...]
 
+    boxes: tuple[Box, ...] = ()  # that the target is in pieces of; none: it is whole
+    shares: tuple[int, ...] = ()  # by box, of the digest
+    digests: tuple[int, ...] = ()  # by box, as a tensor of its own
+
     @property
     def num_bytes(self) -> int:
         """Of its records."""
         return sum(entry.num_bytes for _, _, entry in self.steps)
+
+    def parts(self) -> list[tuple[Box, ChainTensor]]:
+        """By piece, the deltas that change it.
+
+        Raises :class:`ConfigError` if the deltas are cut each in another way: what changes a piece of
+        one of them is no piece of another.
+        """
+        whole = Box.whole(self.meta.shape)
+        if any(entry.boxes != (self.boxes or (whole,)) for _, _, entry in self.steps):
+            raise ConfigError(
+                f"{self.meta.name!r} is not cut alike in the deltas to take; take a full version"
+            )
+        if not self.boxes:
+            return [(whole, self)]
+        by_step = [(store, manifest, entry.parts()) for store, manifest, entry in self.steps]
+        found = []
+        for i, box in enumerate(self.boxes):
+            steps = tuple(
+                (store, manifest, parts[i][1])
+                for store, manifest, parts in by_step
+                if parts[i][1].has_records
+            )
+            meta = piece_meta(self.meta, box)
+            found.append((box, ChainTensor(meta, self.digests[i], None, steps)))
+        return found
 
     def read(self, target: Bytes | None = None) -> Bytes:
         """The target's bytes, from the full version and the deltas on it; into ``target`` if given.
@@ -52,13 +89,7 @@ class ChainTensor:
         read_exactly(folder / tensor.file, tensor.offset_bytes, data)
         digests = block_digests(self.meta, data)
         for store, manifest, entry in self.steps:
-            found = [
-                decode_record(place, record, span_bytes(data, place),
-                              span_digests(digests, place), are_digests_known=True)
-                for place, record in store.records(manifest, entry)
-            ]  # fmt: skip
-            for changes in found:
-                apply_changes(data, changes)
+            digests = advance(store, manifest, entry, data, digests)
         found_digest = tensor_digest(digests)
         if self.digest is not None and found_digest != self.digest:
             raise IntegrityError(
@@ -167,7 +198,12 @@ def _of_way(store: Store, way: list[VersionManifest]) -> Chain:
             if entries[entry.meta].has_records:
                 steps.append((store, manifest, entries[entry.meta]))
         full = (folder, files[entry.meta.name]) if files else None
-        tensors.append(ChainTensor(entry.meta, entry.digest, full, tuple(steps)))
+        boxes = tuple(p.box for p in entry.pieces)
+        shares = tuple(p.share for p in entry.pieces)
+        digests = tuple(p.digest for p in entry.pieces)
+        tensors.append(
+            ChainTensor(entry.meta, entry.digest, full, tuple(steps), boxes, shares, digests)
+        )
     return Chain(str(store.path / way[-1].file_name), tuple(tensors))
 
 
@@ -179,6 +215,40 @@ def _checked_files(store: Store, manifest: VersionManifest) -> dict[str, FileTen
     if {t.meta for t in files.values()} != set(manifest.metas):
         raise IntegrityError(f"{folder}: its tensors are not those of {manifest.file_name}")
     return files
+
+
+def advance(
+    store: Store, manifest: VersionManifest, entry: TensorEntry, data: Bytes, digests: Digests
+) -> Digests:
+    """Take a tensor's bytes from a delta's base to the delta, in place; the new block digests.
+
+    Raises :class:`IntegrityError` for records that are damaged or of another base, and for pieces
+    that do not become what the manifest says.
+    """
+    if not entry.pieces:
+        _apply(store, manifest, entry, data, digests)
+        return digests
+    for piece, part in entry.parts():
+        if part.has_records:
+            held = take(entry.meta, piece.box, data).copy()
+            own = block_digests(part.meta, held)
+            _apply(store, manifest, part, held, own)
+            if tensor_digest(own) != part.digest:
+                raise IntegrityError(
+                    f"{manifest.file_name}: {part.meta.name!r} would digest to "
+                    f"{tensor_digest(own):016x}, expected {part.digest:016x}"
+                )
+            put(entry.meta, piece.box, data, held)
+    return block_digests(entry.meta, data)
+
+
+def _apply(
+    store: Store, manifest: VersionManifest, entry: TensorEntry, data: Bytes, digests: Digests
+) -> None:
+    records = store.records(manifest, entry)
+    found = list(decode_tensor(entry.meta, records, data, digests))
+    for changes in found:
+        apply_changes(data, changes)
 
 
 def read_exactly(path: AnyPath, offset_bytes: int, data: Bytes) -> None:

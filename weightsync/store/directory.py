@@ -138,7 +138,10 @@ class Store(StoreTarget):
     def records(
         self, manifest: VersionManifest, entry: TensorEntry
     ) -> Iterator[tuple[Place, Bytes]]:
-        """The records of one tensor, one in memory at a time. Raises :class:`IntegrityError`."""
+        """The records of one tensor, or of one piece of it (see :meth:`TensorEntry.parts`), one in
+        memory at a time. Raises :class:`IntegrityError`."""
+        if entry.pieces:
+            raise ConfigError(f"{entry.meta.name!r} is in pieces: its records are read by piece")
         if not entry.has_records:
             return
         path = self.payload_path(manifest) / manifest.files[entry.file].name

@@ -7,19 +7,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from weightsync.checkpoints import read_tensors
-from weightsync.codec import (
-    apply_changes,
-    block_digests,
-    decode_tensor,
-    encode_tensor,
-    tensor_digest,
-)
+from weightsync.codec import block_digests, encode_tensor, tensor_digest
 from weightsync.codec.spans import Bytes
 from weightsync.errors import ConfigError, IntegrityError
-from weightsync.store.chain import read_exactly
+from weightsync.store.chain import advance, read_exactly
 from weightsync.store.directory import Store
 from weightsync.store.payload import DEFAULT_FILE_BYTES, RecordWriter, commit, payload_folder
-from weightsync.store.version import TensorEntry, VersionKind, VersionManifest
+from weightsync.store.pieces import share_of, take
+from weightsync.store.version import TensorEntry, VersionKind, VersionManifest, joined_entry
 from weightsync.types import TensorMeta
 
 
@@ -52,11 +47,7 @@ def fold(store: Store, base_version: int, version: int) -> VersionManifest:
             _advance(store, way[1:], entry.meta, old)
             new = old.copy()
             _advance(store, chain, entry.meta, new)
-            digests = block_digests(entry.meta, old)
-            records = encode_tensor(entry.meta, old, new, digests)
-            entries.append(writer.add(entry.meta, (r for _, r in records), digests))
-            if tensor_digest(digests) != entry.digest:
-                raise IntegrityError(f"{entry.meta.name!r}: the chain leads to another tensor")
+            entries.append(_folded(writer, entry, old, new))
         manifest = VersionManifest(
             run_id=store.run_id,
             kind=VersionKind.FOLD,
@@ -71,14 +62,35 @@ def fold(store: Store, base_version: int, version: int) -> VersionManifest:
     return manifest
 
 
+def _folded(writer: RecordWriter, entry: TensorEntry, old: Bytes, new: Bytes) -> TensorEntry:
+    """The delta of one tensor, in the pieces of its last version."""
+    parts, shares = [], []
+    for piece, expected in entry.parts():
+        before, after = take(entry.meta, piece.box, old), take(entry.meta, piece.box, new)
+        digests = block_digests(piece.meta, before)
+        records = encode_tensor(piece.meta, before, after, digests)
+        part = writer.add(piece.meta, (r for _, r in records), digests)
+        if part.digest != expected.digest:
+            raise IntegrityError(f"{piece.meta.name!r}: the chain leads to another tensor")
+        parts.append((piece, part))
+        shares.append(part.digest if piece.is_whole else share_of(entry.meta, piece.box, after))
+    found = joined_entry(parts, shares)
+    if found.digest != entry.digest:
+        raise IntegrityError(f"{entry.meta.name!r}: the chain leads to another tensor")
+    return found
+
+
 def _advance(store: Store, chain: Sequence[VersionManifest], meta: TensorMeta, data: Bytes) -> None:
     """Take one tensor through a chain of deltas, in place."""
+    digests = block_digests(meta, data)
     for manifest in chain:
         entry = _entry_of(manifest, meta)
-        digests = block_digests(meta, data)
-        records = store.records(manifest, entry)
-        for changes in list(decode_tensor(meta, records, data, digests, entry.digest)):
-            apply_changes(data, changes)
+        digests = advance(store, manifest, entry, data, digests)
+        if tensor_digest(digests) != entry.digest:
+            raise IntegrityError(
+                f"{manifest.file_name}: {meta.name!r} would digest to {tensor_digest(digests):016x}, "
+                f"expected {entry.digest:016x}"
+            )
 
 
 def _entry_of(manifest: VersionManifest, meta: TensorMeta) -> TensorEntry:

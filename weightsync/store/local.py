@@ -20,7 +20,14 @@ from enum import Enum
 from pathlib import Path
 from typing import Final
 
-from weightsync.codec import apply_changes, block_digests, decode_tensor, tensor_digest
+from weightsync.codec import (
+    Changes,
+    apply_changes,
+    block_digests,
+    decode_tensor,
+    tensor_digest,
+)
+from weightsync.codec.spans import Bytes
 from weightsync.errors import (
     BusyError,
     IntegrityError,
@@ -39,6 +46,7 @@ from weightsync.store.durable import (
 )
 from weightsync.store.mapped import MappedFiles
 from weightsync.store.object_path import AnyPath
+from weightsync.store.pieces import in_whole, share_of, take
 from weightsync.store.version import (
     Identity,
     TensorEntry,
@@ -179,6 +187,9 @@ class LocalCheckpoint:
             except IntegrityError as error:
                 if self._is_applying():
                     raise
+                if way[0].is_full:  # its base is right, as it was just seeded: the delta is not
+                    broken[manifest.file_name] = error
+                    return _Step.WAY_BROKEN
                 warnings.warn(f"{self.directory}: starting anew: {error}", stacklevel=4)
                 return _Step.BASE_LOST
         return _Step.DONE
@@ -330,9 +341,40 @@ def _redo_chunks(
     place = {entry.meta.name: i for i, entry in enumerate(touched)}
     for entry in manifest.tensors:
         data = files.data(entry.meta.name)
-        digests = block_digests(entry.meta, data)
-        records = store.records(manifest, entry)
-        for changes in decode_tensor(entry.meta, records, data, digests, entry.digest):
-            yield from redo.entry_chunks(place[entry.meta.name], changes)
+        changes = _changes_in_pieces if entry.pieces else _changes
+        for change in changes(store, manifest, entry, data):
+            yield from redo.entry_chunks(place[entry.meta.name], change)
         files.forget(entry.meta.name)
     reach("local.decoded")
+
+
+def _changes(
+    store: Store, manifest: VersionManifest, entry: TensorEntry, data: Bytes
+) -> Iterator[Changes]:
+    records = store.records(manifest, entry)
+    digests = block_digests(entry.meta, data)
+    yield from decode_tensor(entry.meta, records, data, digests, entry.digest)
+
+
+def _changes_in_pieces(
+    store: Store, manifest: VersionManifest, entry: TensorEntry, data: Bytes
+) -> Iterator[Changes]:
+    """The same of a tensor in pieces, as changes of the whole: memory for a copy of one piece.
+
+    That its shares are those of the result is proven here: of the whole nothing is written yet.
+    """
+    for (piece, part), known in zip(entry.parts(), entry.pieces, strict=True):
+        held = take(entry.meta, piece.box, data)
+        if part.has_records:
+            held = held.copy()
+        digests = block_digests(part.meta, held)
+        records = store.records(manifest, part)
+        for changes in decode_tensor(part.meta, records, held, digests, part.digest):
+            apply_changes(held, changes)
+            yield from in_whole(piece, changes)
+        share = share_of(entry.meta, piece.box, held)
+        if share != known.share:
+            raise IntegrityError(
+                f"{part.meta.name!r} would be {share:016x} of its tensor's digest, expected "
+                f"{known.share:016x}"
+            )

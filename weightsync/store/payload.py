@@ -22,7 +22,7 @@ from weightsync.store.durable import (
 )
 from weightsync.store.object_path import AnyPath
 from weightsync.store.version import FileEntry, TensorEntry, VersionManifest
-from weightsync.store.weights import Weight
+from weightsync.store.weights import Joined
 from weightsync.types import TensorMeta
 
 DEFAULT_FILE_BYTES: Final = 1 << 30
@@ -31,8 +31,8 @@ DEFAULT_FILE_BYTES: Final = 1 << 30
 class RecordWriter:
     """Payload files of records, cut at tensors."""
 
-    def __init__(self, folder: AnyPath, file_bytes: int) -> None:
-        self._folder = folder
+    def __init__(self, folder: AnyPath, file_bytes: int, stem: str = "delta") -> None:
+        self._folder, self._stem = folder, stem
         self._file_bytes = file_bytes
         self._pending: list[bytes | memoryview] = []
         self._pending_bytes = 0
@@ -64,7 +64,7 @@ class RecordWriter:
         return tuple(self._files)
 
     def _flush(self) -> None:
-        name = f"delta-{len(self._files):05}.wsd"
+        name = f"{self._stem}-{len(self._files):05}.wsd"
         self._files.append(FileEntry(name, *write_durable(self._folder / name, self._pending)))
         self._pending, self._pending_bytes = [], 0
         reach("store.payload")
@@ -94,32 +94,49 @@ def commit(store: Store, manifest: VersionManifest) -> None:
 
 
 def write_full(
-    folder: AnyPath, weights: Sequence[Weight], file_bytes: int, extra: Mapping[str, bytes]
+    folder: AnyPath, weights: Sequence[Joined], file_bytes: int, extra: Mapping[str, bytes]
 ) -> tuple[FileEntry, ...]:
     """A Hugging Face directory of these tensors, durable."""
-    shards: list[list[Weight]] = [[]]
-    used = 0
-    for weight in weights:
-        if shards[-1] and used + weight.meta.num_bytes > file_bytes:
-            shards.append([])
-            used = 0
-        shards[-1].append(weight)
-        used += weight.meta.num_bytes
     files: list[FileEntry] = []
-    weight_map: dict[str, str] = {}
-    for number, shard in enumerate(shards, 1):
-        name = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        weight_map |= {weight.meta.name: name for weight in shard}
-        files.append(FileEntry(name, *write_durable(folder / name, _shard_chunks(shard))))
+    data_of = {weight.meta: weight for weight in weights}
+    shards = shards_of([weight.meta for weight in weights], file_bytes)
+    for name, metas in shards.items():
+        chunks = _shard_chunks([data_of[meta] for meta in metas])
+        files.append(FileEntry(name, *write_durable(folder / name, chunks)))
         reach("store.payload")
-    total = sum(weight.meta.num_bytes for weight in weights)
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    for name, data in {**extra, INDEX_FILE: json.dumps(index, indent=2).encode()}.items():
+    for name, data in {**extra, INDEX_FILE: index_of(shards)}.items():
         files.append(FileEntry(name, *write_durable(folder / name, [data])))
     return tuple(files)
 
 
-def _shard_chunks(shard: list[Weight]) -> Iterator[bytes | memoryview]:
+def shards_of(metas: Sequence[TensorMeta], file_bytes: int) -> dict[str, list[TensorMeta]]:
+    """Which tensors lie in which safetensors file, in order."""
+    shards: list[list[TensorMeta]] = [[]]
+    used = 0
+    for meta in metas:
+        if shards[-1] and used + meta.num_bytes > file_bytes:
+            shards.append([])
+            used = 0
+        shards[-1].append(meta)
+        used += meta.num_bytes
+    count = len(shards)
+    return {
+        f"model-{number:05}-of-{count:05}.safetensors": shard
+        for number, shard in enumerate(shards, 1)
+    }
+
+
+def index_of(shards: Mapping[str, Sequence[TensorMeta]]) -> bytes:
+    """The Hugging Face index of these files."""
+    total = sum(meta.num_bytes for metas in shards.values() for meta in metas)
+    weight_map = {meta.name: name for name, metas in shards.items() for meta in metas}
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    return json.dumps(index, indent=2).encode()
+
+
+def header_of(metas: Sequence[TensorMeta]) -> bytes:
+    """What a safetensors file of these tensors begins with."""
+
     class Sink:
         """What the header is written to."""
 
@@ -129,7 +146,12 @@ def _shard_chunks(shard: list[Weight]) -> Iterator[bytes | memoryview]:
             self.data += data
 
     sink: Any = Sink()
-    write_header(sink, [(w.meta.name, w.meta.dtype, w.meta.shape) for w in shard])
-    yield sink.data
+    write_header(sink, [(meta.name, meta.dtype, meta.shape) for meta in metas])
+    data: bytes = sink.data
+    return data
+
+
+def _shard_chunks(shard: list[Joined]) -> Iterator[bytes | memoryview]:
+    yield header_of([weight.meta for weight in shard])
     for weight in shard:
         yield weight.data.data

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -38,6 +39,7 @@ from weightsync.store.version import (
     TensorEntry,
     VersionKind,
     VersionManifest,
+    joined_entry,
     plain_name,
     root_of,
 )
@@ -45,15 +47,18 @@ from weightsync.store.weights import (
     AnyWeights,
     Weight,
     Weights,
+    by_tensor,
     check_same,
+    check_whole,
     on_device,
+    shares_of,
     weights_of,
 )
 from weightsync.transports.base import StoreSource
 
 #: A delta larger than this share of the weights is a full version instead: byte planes of weights
 #: compress to about 11/16, and a full version needs no base.
-_DENSE_SHARE: Final = 0.6
+DENSE_SHARE: Final = 0.6
 _SPANS_AT_ONCE: Final = 256
 
 
@@ -65,6 +70,7 @@ class _Snapshot:
     identity: Identity | None
     weights: Weights
     digests: dict[str, Digests]
+    shares: dict[str, int]  # of pieces, in the digests of their tensors
     mirror: Mirror | None = None
 
 
@@ -81,6 +87,7 @@ class Encoded:
     base: Identity | None
     records: Records | None
     digests: dict[str, Digests]
+    shares: dict[str, int]
     on_host: Mapping[str, int] = field(default_factory=dict)
     payload: Bytes | None = None
 
@@ -119,6 +126,8 @@ class Publisher(StoreSource):
         self._threads = num_threads
         self._is_mirrored = is_mirrored and variant is Variant.EXACT
         self._snapshot: _Snapshot | None = None
+        # An anchor is written from the snapshot behind the next step, which may copy anew into it.
+        self._snapshot_lock = threading.Lock()
         store.path.mkdir(parents=True, exist_ok=True)
         sync_directory(store.directory)
 
@@ -143,21 +152,30 @@ class Publisher(StoreSource):
         """Copies the weights into the snapshot, which is no version of the store until it is
         committed."""
         self._check_version(version)
+        self._check_weights(weights)
+        with self._snapshot_lock:
+            return self._copy_all(version, weights)
+
+    def _copy_all(self, version: int, weights: AnyWeights) -> Encoded:
         former, copies = self._snapshot, {}
         self._snapshot = None
         for name, weight in weights.items():
             kept = None if former is None else former.weights.get(name)
-            if kept is not None and kept.meta == weight.meta:
+            if kept is not None and (kept.meta, kept.piece) == (weight.meta, weight.piece):
                 kept.data[:] = weight.data
                 copies[name] = kept
             else:
-                copies[name] = Weight(weight.meta, weight.data.copy())
+                copies[name] = Weight(weight.meta, weight.data.copy(), None, weight.box_of)
         with ThreadPoolExecutor(self._threads, "weightsync-digest") as pool:
             found = pool.map(lambda w: block_digests(w.meta, w.data), copies.values())
             digests = dict(zip(copies, found, strict=True))
+        shares = shares_of(copies, list(copies), self._threads)
         mirror = self._mirror_of(weights, None if former is None else former.mirror)
-        self._snapshot = _Snapshot(None, copies, digests, mirror)
-        return Encoded(version, None, None, digests)
+        self._snapshot = _Snapshot(None, copies, digests, shares, mirror)
+        return Encoded(version, None, None, digests, shares)
+
+    def _check_weights(self, weights: AnyWeights) -> None:
+        check_whole(weights)
 
     def _mirror_of(self, weights: AnyWeights, former: Mirror | None) -> Mirror | None:
         """The device's copy of these weights, in the memory of the former one if they fit there."""
@@ -188,6 +206,7 @@ class Publisher(StoreSource):
                 snapshot.identity,
                 delta.records,
                 delta.digests,
+                self._new_shares(snapshot, placed, delta.records),
                 delta.on_host,
                 delta.payload,
             )
@@ -196,14 +215,13 @@ class Publisher(StoreSource):
             return encoded
         return self._encode_on_host(version, snapshot, weights)
 
-    @staticmethod
-    def _limit_bytes(weights: AnyWeights) -> float:
-        return _DENSE_SHARE * sum(w.meta.num_bytes for w in weights.values())
+    def _limit_bytes(self, weights: AnyWeights) -> float:
+        return DENSE_SHARE * sum(w.meta.num_bytes for w in weights.values())
 
     def _encode_on_host(self, version: int, snapshot: _Snapshot, weights: AnyWeights) -> Encoded:
         digests = {name: d.copy() for name, d in snapshot.digests.items()}
         limit_bytes = self._limit_bytes(weights)
-        here = {name: Weight(w.meta, w.data, w) for name, w in weights.items()}
+        here = {name: Weight(w.meta, w.data, w, w.box_of) for name, w in weights.items()}
         records: Records = {name: [] for name in weights}
         num_bytes = 0
         for name, place, record in self._encoded_spans(snapshot, here, digests):
@@ -211,7 +229,14 @@ class Publisher(StoreSource):
             num_bytes += len(record)
             if num_bytes > limit_bytes:
                 return self.encode_full(version, weights)
-        return Encoded(version, snapshot.identity, records, digests)
+        shares = self._new_shares(snapshot, here, records)
+        return Encoded(version, snapshot.identity, records, digests, shares)
+
+    def _new_shares(
+        self, snapshot: _Snapshot, weights: AnyWeights, records: Records
+    ) -> dict[str, int]:
+        changed = [name for name, found in records.items() if found]
+        return snapshot.shares | shares_of(weights, changed, self._threads)
 
     def _encoded_spans(
         self, snapshot: _Snapshot, weights: Weights, digests: dict[str, Digests]
@@ -241,25 +266,37 @@ class Publisher(StoreSource):
         last version are then what they were."""
         encoded = pending
         self._check_version(encoded.version)
-        snapshot = self._snapshot
-        if snapshot is None or (encoded.records is not None and snapshot.identity != encoded.base):
-            raise VersionError(
-                f"version {encoded.version} was encoded on {encoded.base}, which is not this "
-                "publisher's last version any more; encode it again"
-            )
+        snapshot = self._base_of(encoded)
         with payload_folder(self.store, f"v{encoded.version:012}") as folder:
             if encoded.records is None:
                 manifest = self._full(folder, encoded, snapshot)
             else:
                 manifest = self._delta(folder, encoded, encoded.records, snapshot)
             commit(self.store, manifest)
+        self._become(encoded, manifest.target)
+        return manifest
+
+    def _base_of(self, encoded: Encoded) -> _Snapshot:
+        """Raises :class:`VersionError` if it was encoded on another than the last version."""
+        snapshot = self._snapshot
+        if snapshot is None or (encoded.records is not None and snapshot.identity != encoded.base):
+            raise VersionError(
+                f"version {encoded.version} was encoded on {encoded.base}, which is not this "
+                "publisher's last version any more; encode it again"
+            )
+        return snapshot
+
+    def _become(self, encoded: Encoded, target: Identity) -> None:
+        """Advance the snapshot: what was encoded is visible."""
+        snapshot = self._snapshot
+        if snapshot is None:
+            raise VersionError(f"version {encoded.version}: there is no snapshot to advance")
         self._snapshot = None  # neither one nor the other until all is copied
         if encoded.records is not None:
             self._advance(snapshot, encoded)
         self._snapshot = _Snapshot(
-            manifest.target, snapshot.weights, encoded.digests, snapshot.mirror
+            target, snapshot.weights, encoded.digests, encoded.shares, snapshot.mirror
         )
-        return manifest
 
     def _advance(self, snapshot: _Snapshot, encoded: Encoded) -> None:
         items = (encoded.records or {}).items()
@@ -283,15 +320,18 @@ class Publisher(StoreSource):
         Raises :class:`VersionError` if there is no last version, :class:`BusyError` if it is in full
         already.
         """
-        snapshot = self._snapshot
-        if snapshot is None or snapshot.identity is None:
-            raise VersionError(f"run {self.store.run_id!r}: no version of this publisher to write")
-        version = snapshot.identity.version
-        with payload_folder(self.store, f"v{version:012}-full") as folder:
-            encoded = Encoded(version, None, None, snapshot.digests)
-            manifest = self._full(folder, encoded, snapshot, VersionKind.ANCHOR)
-            commit(self.store, manifest)
-        return manifest
+        with self._snapshot_lock:
+            snapshot = self._snapshot
+            if snapshot is None or snapshot.identity is None:
+                raise VersionError(
+                    f"run {self.store.run_id!r}: no version of this publisher to write"
+                )
+            version = snapshot.identity.version
+            with payload_folder(self.store, f"v{version:012}-full") as folder:
+                encoded = Encoded(version, None, None, snapshot.digests, snapshot.shares)
+                manifest = self._full(folder, encoded, snapshot, VersionKind.ANCHOR)
+                commit(self.store, manifest)
+            return manifest
 
     def _full(
         self,
@@ -300,11 +340,14 @@ class Publisher(StoreSource):
         snapshot: _Snapshot,
         kind: VersionKind = VersionKind.FULL,
     ) -> VersionManifest:
-        weights = list(snapshot.weights.values())
+        whole = by_tensor(snapshot.weights)
         tensors = tuple(
-            TensorEntry(w.meta, tensor_digest(encoded.digests[w.meta.name])) for w in weights
+            TensorEntry(
+                tensor.meta, sum(share_in(encoded, part) for part in tensor.parts) % (1 << 64)
+            )
+            for tensor in whole
         )
-        files = write_full(folder, weights, self._file_bytes, self._extra)
+        files = write_full(folder, whole, self._file_bytes, self._extra)
         return VersionManifest(
             run_id=self.store.run_id,
             kind=kind,
@@ -323,10 +366,15 @@ class Publisher(StoreSource):
         snapshot: _Snapshot,
     ) -> VersionManifest:
         writer = RecordWriter(folder, self._file_bytes)
-        entries = [
-            writer.add(weight.meta, (r for _, r in records[name]), encoded.digests[name])
-            for name, weight in snapshot.weights.items()
-        ]
+        entries = []
+        for tensor in by_tensor(snapshot.weights):
+            parts = []
+            for part in tensor.parts:
+                name = part.meta.name
+                found = (record for _, record in records[name])
+                entry = writer.add(part.meta, found, encoded.digests[name])
+                parts.append((part.piece, entry))
+            entries.append(joined_entry(parts, [share_in(encoded, part) for part in tensor.parts]))
         return VersionManifest(
             run_id=self.store.run_id,
             kind=VersionKind.DELTA,
@@ -345,6 +393,12 @@ class Publisher(StoreSource):
                 f"version {version} of run {self.store.run_id!r}: the store holds {last}; "
                 "versions rise, and a number is never used again"
             )
+
+
+def share_in(encoded: Encoded, weight: Weight) -> int:
+    """Of a piece in the digest of its tensor; of a whole tensor its digest."""
+    name = weight.meta.name
+    return tensor_digest(encoded.digests[name]) if weight.piece.is_whole else encoded.shares[name]
 
 
 def _advance(

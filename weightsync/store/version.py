@@ -19,14 +19,18 @@ import numpy as np
 from weightsync.digest import digest_root, root_basis
 from weightsync.errors import IntegrityError, LayoutError
 from weightsync.store.durable import new_hasher
-from weightsync.types import TensorMeta
+from weightsync.store.pieces import Piece, check_tiling
+from weightsync.types import Box, TensorMeta
 
 FORMAT: Final = "weightsync-versions-1"
+#: Of a manifest with tensors in pieces, which who knows the first form alone must not read.
+FORMAT_PIECES: Final = "weightsync-versions-2"
 MAX_MANIFEST_BYTES: Final = 1 << 30
 MAX_VERSION: Final = 10**12 - 1
 _PLAIN_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}")
 _HASH: Final = re.compile(r"[0-9a-f]{32}")
 _ROOT: Final = re.compile(r"[0-9a-f]{64}")
+_DIGEST: Final = re.compile(r"[0-9a-f]{16}")
 _NO_FILE: Final = -1
 
 
@@ -57,19 +61,65 @@ class FileEntry:
 
 
 @dataclass(frozen=True)
+class PieceEntry:
+    """A box of a tensor that is coded as a tensor of its own: ``digest`` is the one that it has as such,
+    ``share`` its part of the whole tensor's; ``file`` as in :class:`TensorEntry`."""
+
+    box: Box
+    digest: int
+    share: int
+    file: int = _NO_FILE
+    offset_bytes: int = 0
+    num_bytes: int = 0
+
+
+@dataclass(frozen=True)
 class TensorEntry:
     """One tensor, its digest, and where its records lie; ``file`` is -1 if it has none (it did not
-    change, or the version is full)."""
+    change, or the version is full). With ``pieces``, which tile it, the records are theirs, and
+    ``num_bytes`` those of all of them."""
 
     meta: TensorMeta
     digest: int
     file: int = _NO_FILE
     offset_bytes: int = 0
     num_bytes: int = 0
+    pieces: tuple[PieceEntry, ...] = ()
 
     @property
     def has_records(self) -> bool:
-        return self.file != _NO_FILE
+        return self.file != _NO_FILE or bool(self.pieces and self.num_bytes)
+
+    @cached_property
+    def boxes(self) -> tuple[Box, ...]:
+        """What is coded as one: the pieces, or the whole."""
+        return tuple(p.box for p in self.pieces) or (Box.whole(self.meta.shape),)
+
+    def parts(self) -> tuple[tuple[Piece, TensorEntry], ...]:
+        """By piece, the entry that it would have as a tensor of its own."""
+        if not self.pieces:
+            return ((Piece(self.meta, Box.whole(self.meta.shape)), self),)
+        found = []
+        for p in self.pieces:
+            piece = Piece(self.meta, p.box)
+            entry = TensorEntry(piece.meta, p.digest, p.file, p.offset_bytes, p.num_bytes)
+            found.append((piece, entry))
+        return tuple(found)
+
+
+def joined_entry(parts: Sequence[tuple[Piece, TensorEntry]], shares: Sequence[int]) -> TensorEntry:
+    """The inverse of :meth:`TensorEntry.parts`: ``shares`` are those of the pieces, of a whole one its
+    digest."""
+    if len(parts) == 1 and parts[0][0].is_whole:
+        return parts[0][1]
+    pieces = tuple(
+        PieceEntry(piece.box, e.digest, share, e.file, e.offset_bytes, e.num_bytes)
+        for (piece, e), share in zip(parts, shares, strict=True)
+    )
+    num_bytes = sum(p.num_bytes for p in pieces)
+    return TensorEntry(
+        parts[0][0].tensor, sum(shares) % (1 << 64), num_bytes=num_bytes, pieces=pieces
+    )
 
 
 @dataclass(frozen=True)
@@ -117,9 +167,14 @@ class VersionManifest:
         body = _canonical(self._to_json())
         return body[:-1] + f',"zz_hash":"{_hash(body)}"}}'.encode()
 
+    @property
+    def format(self) -> str:
+        """Of the manifest."""
+        return FORMAT_PIECES if any(entry.pieces for entry in self.tensors) else FORMAT
+
     def _to_json(self) -> dict[str, Any]:
         return {
-            "format": FORMAT,
+            "format": self.format,
             "run_id": self.run_id,
             "kind": self.kind.value,
             "version": self.version,
@@ -128,14 +183,8 @@ class VersionManifest:
             "directory": self.directory,
             "num_changed": self.num_changed,
             "files": [[f.name, f.num_bytes, f.hash] for f in self.files],
-            "tensors": [
-                [
-                    t.meta.name, t.meta.dtype, list(t.meta.shape), f"{t.digest:016x}",
-                    t.file, t.offset_bytes, t.num_bytes,
-                ]
-                for t in self.tensors
-            ],
-        }  # fmt: skip
+            "tensors": [_entry_to_json(entry) for entry in self.tensors],
+        }
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> VersionManifest:
@@ -144,15 +193,15 @@ class VersionManifest:
             manifest = cls._from_json(json.loads(data))
             if manifest.to_bytes() != data:
                 raise ValueError("its hash or its form is not what was written")
-            manifest._check()
+            manifest.check()
         except (KeyError, TypeError, ValueError, RecursionError, LayoutError) as error:
             raise IntegrityError(f"{where}: not a manifest that can be trusted: {error}") from error
         return manifest
 
     @classmethod
     def _from_json(cls, value: Any) -> VersionManifest:
-        if value["format"] != FORMAT:
-            raise ValueError(f"format {value['format']!r}, expected {FORMAT!r}")
+        if value["format"] not in (FORMAT, FORMAT_PIECES):
+            raise ValueError(f"format {value['format']!r}, expected {FORMAT_PIECES!r}")
         base = value["base"]
         return cls(
             run_id=plain_name(value["run_id"]),
@@ -162,18 +211,14 @@ class VersionManifest:
             directory=plain_name(value["directory"]),
             num_changed=_count(value["num_changed"]),
             files=tuple(
-                FileEntry(plain_name(n), _count(b), _matching(_HASH, h)) for n, b, h in value["files"]
+                FileEntry(plain_name(n), _count(b), _matching(_HASH, h))
+                for n, b, h in value["files"]
             ),
-            tensors=tuple(
-                TensorEntry(
-                    TensorMeta(str(n), str(d), tuple(_count(x) for x in s)),
-                    int(digest, 16), file, _count(offset), _count(size),
-                )
-                for n, d, s, digest, file, offset, size in value["tensors"]
-            ),
-        )  # fmt: skip
+            tensors=tuple(_entry_from_json(entry) for entry in value["tensors"]),
+        )
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raises ``ValueError`` naming what contradicts itself."""
         if self.is_full != (self.kind in (VersionKind.FULL, VersionKind.ANCHOR)):
             raise ValueError("a full version stands on nothing, any other on a base")
         if self.base is not None and self.base.version >= self.version:
@@ -182,14 +227,35 @@ class VersionManifest:
         if len(set(names)) != len(names):
             raise ValueError("a tensor is listed twice")
         for entry in self.tensors:
-            if type(entry.file) is not int or not _NO_FILE <= entry.file < len(self.files):
-                raise ValueError(f"{entry.meta.name!r} lies in file {entry.file}")
-            if entry.has_records:
-                end = entry.offset_bytes + entry.num_bytes
-                if end > self.files[entry.file].num_bytes or entry.num_bytes == 0:
-                    raise ValueError(f"{entry.meta.name!r} does not lie within its file")
+            for _, part in entry.parts():
+                self._check_place(part)
+            if entry.pieces:
+                self._check_pieces(entry)
         if root_of(self.tensors) != self.target.root:
             raise ValueError("its root does not fit its tensors")
+
+    def _check_place(self, entry: TensorEntry) -> None:
+        if type(entry.file) is not int or not _NO_FILE <= entry.file < len(self.files):
+            raise ValueError(f"{entry.meta.name!r} lies in file {entry.file}")
+        if entry.has_records:
+            end = entry.offset_bytes + entry.num_bytes
+            if end > self.files[entry.file].num_bytes or entry.num_bytes == 0:
+                raise ValueError(f"{entry.meta.name!r} does not lie within its file")
+
+    def _check_pieces(self, entry: TensorEntry) -> None:
+        name = entry.meta.name
+        if self.is_full:
+            raise ValueError(f"{name!r} is in pieces, but a full version is plain safetensors")
+        check_tiling(entry.meta, entry.boxes)
+        if entry.file != _NO_FILE or entry.num_bytes != sum(p.num_bytes for p in entry.pieces):
+            raise ValueError(f"{name!r}: its records are not those of its pieces")
+        if any(p.num_bytes and p.file == _NO_FILE for p in entry.pieces):
+            raise ValueError(f"{name!r}: a piece has records in no file")
+        shares = sum(p.share for p in entry.pieces) % (1 << 64)
+        if shares != entry.digest:
+            raise ValueError(
+                f"{name!r}: its pieces add up to {shares:016x}, its digest is {entry.digest:016x}"
+            )
 
     def renamed(self, directory: str) -> VersionManifest:
         """The same with its payload in another folder."""
@@ -217,6 +283,41 @@ def root_of(tensors: Sequence[TensorEntry]) -> str:
     return digest_root(root_basis([entry.meta for entry in tensors]), digests)
 
 
+def _entry_to_json(entry: TensorEntry) -> list[Any]:
+    found = [
+        entry.meta.name, entry.meta.dtype, list(entry.meta.shape), f"{entry.digest:016x}",
+        entry.file, entry.offset_bytes, entry.num_bytes,
+    ]  # fmt: skip
+    if entry.pieces:
+        found.append([
+            [
+                list(p.box.start), list(p.box.shape), f"{p.digest:016x}", f"{p.share:016x}",
+                p.file, p.offset_bytes, p.num_bytes,
+            ]
+            for p in entry.pieces
+        ])  # fmt: skip
+    return found
+
+
+def _entry_from_json(value: Any) -> TensorEntry:
+    name, dtype, shape, digest, file, offset, size, *rest = value
+    meta = TensorMeta(str(name), str(dtype), tuple(_count(x) for x in shape))
+    pieces = []
+    if rest:
+        (found,) = rest
+        pieces = [_piece_from_json(piece) for piece in found]
+    return TensorEntry(
+        meta, _digest(digest), file, _count(offset), _count(size), tuple(pieces)
+    )  # fmt: skip
+
+
+def _piece_from_json(value: Any) -> PieceEntry:
+    start, shape, digest, share, file, offset, size = value
+    first, extent = [_count(x) for x in start], [_count(x) for x in shape]
+    box = Box(tuple(first), tuple(a + n for a, n in zip(first, extent, strict=True)))
+    return PieceEntry(box, _digest(digest), _digest(share), file, _count(offset), _count(size))
+
+
 def plain_name(value: Any) -> str:
     """``value`` if it can be nothing but a name in its folder. Raises ``ValueError``."""
     return _matching(_PLAIN_NAME, value)
@@ -232,6 +333,10 @@ def _count(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 1 << 62:
         raise ValueError(f"{value!r} is not a count")
     return value
+
+
+def _digest(value: Any) -> int:
+    return int(_matching(_DIGEST, value), 16)
 
 
 def _identity(version: Any, root: Any) -> Identity:

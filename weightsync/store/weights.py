@@ -3,28 +3,39 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from weightsync.codec.spans import Bytes
-from weightsync.device_tables import CPU, bytes_at, read_bytes, synchronize
+from weightsync.device_tables import CPU, bytes_at, owned_digests, read_bytes, synchronize
+from weightsync.digest import DigestPart, part_rows
 from weightsync.errors import LayoutError, UnknownNameError
 from weightsync.manifest import name_some
+from weightsync.store.cutting import Cuts, Cutter
+from weightsync.store.pieces import Piece, check_tiling, put, take
 from weightsync.tables import dense_strides
 from weightsync.tensors import TensorView, view_of
-from weightsync.types import TensorMeta, item_bytes
+from weightsync.types import Box, TensorMeta, item_bytes
 
 
 @dataclass(frozen=True, eq=False)
 class Weight:
-    """A dense tensor in host memory: its wire form and its bytes, uint8 [meta.num_bytes]."""
+    """A dense tensor in host memory: its wire form and its bytes, uint8 [meta.num_bytes].
+
+    ``box_of`` says which piece of which tensor it is; None: a tensor of its own.
+    """
 
     meta: TensorMeta
     data: Bytes
     owner: Any = None
+    box_of: Piece | None = None
+
+    @property
+    def piece(self) -> Piece:
+        return _piece(self.meta, self.box_of)
 
 
 Weights = dict[str, Weight]
@@ -38,11 +49,20 @@ class DeviceWeight:
     ptr: int
     device: str
     owner: Any = None
+    box_of: Piece | None = None
+
+    @property
+    def piece(self) -> Piece:
+        return _piece(self.meta, self.box_of)
 
     @property
     def data(self) -> Bytes:
         """A copy on the host, uint8 [meta.num_bytes]."""
         return np.frombuffer(read_bytes(self.ptr, self.meta.num_bytes, self.device), dtype=np.uint8)
+
+
+def _piece(meta: TensorMeta, box_of: Piece | None) -> Piece:
+    return Piece(meta, Box.whole(meta.shape)) if box_of is None else box_of
 
 
 AnyWeights = Mapping[str, Weight] | Mapping[str, DeviceWeight]
@@ -55,16 +75,98 @@ def on_device(weights: AnyWeights) -> dict[str, DeviceWeight] | None:
     return found if one and len(found) == len(weights) else None
 
 
-def weights_of(named: Iterable[tuple[str, Any]]) -> Weights:
+def weights_of(named: Iterable[tuple[str, Any]], cuts: Cuts | None = None) -> Weights:
     """Tensors (torch, NumPy, DLPack) by name, in host memory; without a copy where they are dense there.
 
-    What lies on a device is copied to the host. Raises :class:`LayoutError` for a name that comes twice.
+    What lies on a device is copied to the host. With ``cuts``: pieces of tensors, by their own names;
+    those that are not one run of bytes in their tensor are copied. Raises :class:`LayoutError` for a
+    name that comes twice.
     """
     found: Weights = {}
+    cutter = Cutter(cuts)
     for name, tensor in named:
-        if name in found:
-            raise LayoutError(f"{name!r} comes twice")
-        found[name] = weight_of(name, view_of(tensor, name), tensor)
+        weight = weight_of(name, view_of(tensor, name), tensor)
+        for part in pieces_of(weight, cutter):
+            if part.meta.name in found:
+                raise LayoutError(f"{part.meta.name!r} comes twice")
+            found[part.meta.name] = part
+    return found
+
+
+def pieces_of(weight: Weight, cutter: Cutter) -> list[Weight]:
+    """A whole tensor as the pieces that it is coded in."""
+    found = []
+    for piece in cutter.pieces(weight.meta):
+        data = take(weight.meta, piece.box, weight.data)
+        found.append(weight if piece.is_whole else Weight(piece.meta, data, weight.owner, piece))
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class Joined:
+    """A whole tensor from its pieces; whoever looks at ``data`` copies it."""
+
+    meta: TensorMeta
+    parts: Sequence[Weight]
+
+    @property
+    def data(self) -> Bytes:
+        """uint8 [meta.num_bytes]."""
+        if len(self.parts) == 1 and self.parts[0].piece.is_whole:
+            return self.parts[0].data
+        found: Bytes = np.empty(self.meta.num_bytes, dtype=np.uint8)
+        for part in self.parts:
+            put(self.meta, part.piece.box, found, part.data)
+        return found
+
+
+def by_tensor(weights: Weights) -> list[Joined]:
+    """The tensors that pieces are of, in order."""
+    found: dict[TensorMeta, list[Weight]] = {}
+    for weight in weights.values():
+        found.setdefault(weight.piece.tensor, []).append(weight)
+    return [Joined(meta, parts) for meta, parts in found.items()]
+
+
+def check_whole(weights: AnyWeights) -> None:
+    """Raises :class:`LayoutError` if pieces do not make up a tensor."""
+    boxes: dict[TensorMeta, list[Box]] = {}
+    for weight in weights.values():
+        boxes.setdefault(weight.piece.tensor, []).append(weight.piece.box)
+    for meta, held in boxes.items():
+        try:
+            if held != [Box.whole(meta.shape)]:
+                check_tiling(meta, held)
+        except ValueError as error:
+            raise LayoutError(f"cannot publish: {error}") from error
+
+
+def shares_of(weights: AnyWeights, names: Collection[str], num_threads: int) -> dict[str, int]:
+    """What these pieces have in the digests of their tensors, by their own names; of whole tensors
+    nothing, as that is their digest."""
+    parts: dict[str, list[tuple[str, DigestPart]]] = {}  # by device
+    for name in names:
+        weight = weights[name]
+        if weight.piece.is_whole:
+            continue
+        tensor, box = weight.piece.tensor, weight.piece.box
+        if isinstance(weight, Weight):
+            ptr, device = weight.data.ctypes.data, CPU
+        else:
+            ptr, device = weight.ptr, weight.device
+        strides = dense_strides(box.shape, item_bytes(tensor.dtype))
+        part = DigestPart(tensor, box, ptr, strides, tensor.dtype)
+        parts.setdefault(device, []).append((name, part))
+    found: dict[str, int] = {}
+    for device, here in parts.items():
+        rows: list[tuple[int, ...]] = []
+        owners: list[int] = []
+        for i, (_, part) in enumerate(here):
+            new = part_rows(part)
+            rows += new
+            owners += [i] * len(new)
+        digests = owned_digests(rows, owners, len(here), device).run(num_threads).tolist()
+        found |= {name: digest for (name, _), digest in zip(here, digests, strict=True)}
     return found
 
 
@@ -94,5 +196,5 @@ def check_same(kept: Weights, weights: AnyWeights) -> None:
             f"missing {name_some(missing) or 'none'}; publish a full version, or start a new run"
         )
     for name, weight in weights.items():
-        if weight.meta != kept[name].meta:
+        if weight.meta != kept[name].meta or weight.piece != kept[name].piece:
             raise LayoutError(f"{name!r}: got {weight.meta}, the run has {kept[name].meta}")

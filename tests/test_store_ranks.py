@@ -1,0 +1,180 @@
+"""Several ranks of a trainer publish one run: each its own pieces, and a version of all or of none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rank_engines import Store as MeetingStore
+from rank_engines import engine_ranks, split
+from test_following_ranks import served, serving, whole
+
+from weightsync.errors import ConfigError, LayoutError, WeightSyncError
+from weightsync.layouts import ShardRule
+from weightsync.sender import Sender
+from weightsync.store import LocalCheckpoint, Publisher, Store, VersionKind
+from weightsync.store.weights import weights_of
+
+LIMIT_S = 30.0
+
+
+class Trainer:
+    """Ranks as threads; rank r holds part r of matrices along ``dim``, and a copy of the last one."""
+
+    def __init__(self, directory: Path, pool: Any, size: int, dim: int, **options: Any) -> None:
+        meeting = MeetingStore()
+        self.pool, self.size, self.dim = pool, size, dim
+
+        def connect(rank: int) -> Any:
+            rules = [ShardRule(r"layer\.[0-4]", dim=dim, index=rank, count=size)]
+            return Sender.connect(
+                [directory], transport="disk-delta", run_id="run", rank=rank, world_size=size,
+                store=meeting, rules=rules, commit_timeout_s=LIMIT_S, **options,
+            )  # fmt: skip
+
+        self.senders = list(pool.map(connect, range(size)))
+
+    def parts(self, version: int, rank: int) -> dict[str, Any]:
+        found = {}
+        for name, array in whole(version).items():
+            length = array.shape[self.dim] // self.size
+            low, high = rank * length, (rank + 1) * length
+            cut = array[low:high] if self.dim == 0 else array[:, low:high]
+            found[name] = array if name == "layer.5" else np.ascontiguousarray(cut)
+        return found
+
+    def attempt(self, version: int, sources: Sequence[Any]) -> list[BaseException | None]:
+        """What each rank ended by, after the version was visible or was given up."""
+
+        def act(rank: int) -> BaseException | None:
+            try:
+                with self.senders[rank].update(version=version) as update:
+                    if isinstance(sources[rank], Exception):
+                        raise sources[rank]
+                    update.send(sources[rank])
+                report = update.report
+                assert report is not None
+                assert report.root == self.senders[0].store.manifest(version).target.root
+                assert report.total_bytes == sum(a.nbytes for a in whole(version).values())
+            except Exception as error:
+                return error
+            return None
+
+        return list(self.pool.map(act, range(self.size)))
+
+    def publish(self, version: int) -> None:
+        found = self.attempt(version, [self.parts(version, r) for r in range(self.size)])
+        assert found == [None] * self.size
+
+
+@contextmanager
+def trainer(directory: Path, size: int = 2, dim: int = 0, **options: Any) -> Iterator[Trainer]:
+    with ThreadPoolExecutor(size) as pool:
+        made = Trainer(directory, pool, size, dim, **options)
+        try:
+            yield made
+        finally:
+            list(pool.map(lambda sender: sender.close(), made.senders))
+
+
+def check(directory: Path, local: Path, version: int) -> None:
+    """The store's version, bit for bit, and its identity is that of one publisher."""
+    store = Store(directory, "run")
+    with LocalCheckpoint(local) as checkpoint:
+        assert checkpoint.pull(store, version) == store.manifest(version).target
+    from store.helpers import held
+
+    assert held(local / "current") == {n: a.tobytes() for n, a in whole(version).items()}
+
+
+@pytest.mark.parametrize(("size", "dim"), [(2, 0), (2, 1), (4, 1), (4, 0)])
+def test_ranks_publish_what_one_publisher_would(tmp_path: Path, size: int, dim: int) -> None:
+    alone = Publisher(Store(tmp_path / "alone", "run"))
+    with trainer(tmp_path / "store", size, dim, anchor_every=3) as ranks:
+        for version in range(4):
+            ranks.publish(version)
+            expected = alone.publish(version, weights_of(whole(version).items()))
+            manifest = ranks.senders[0].store.manifest(version)
+            assert manifest.target == expected.target
+            assert manifest.kind == (VersionKind.DELTA if version else VersionKind.FULL)
+            check(tmp_path / "store", tmp_path / "local", version)
+        ranks.senders[0].wait_for_upkeep(LIMIT_S)
+        anchor = ranks.senders[0].store.read_manifest("v000000000002-full.json")
+        assert anchor.target == ranks.senders[0].store.manifest(2).target
+        check(tmp_path / "store", tmp_path / "late", 2)
+    held = sum(len(s._part._pieces) for s in ranks.senders)
+    assert held == 5 * size + 1  # the last matrix is rank 0's alone
+
+
+def test_ranks_of_a_trainer_and_ranks_of_an_engine_meet_in_pieces(tmp_path: Path) -> None:
+    engine = engine_ranks(whole(9), 2)
+    assert engine[0].boxes["layer.0"] == split((40, 48), 0, 2, dim=1)
+    with trainer(tmp_path, 2, 1) as ranks, serving(engine) as receiver:
+        follower = receiver.follow(tmp_path)
+        for version in range(3):
+            ranks.publish(version)
+            assert follower.pull().kinds == (("delta",) if version else ("full",))
+            served(engine, version, version)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_leaves_makes_the_version_not_be(tmp_path: Path, failing: int) -> None:
+    with trainer(tmp_path / "store") as ranks:
+        ranks.publish(0)
+        sources: list[Any] = [ranks.parts(1, r) for r in range(2)]
+        sources[failing] = ValueError("no")
+        found = ranks.attempt(1, sources)
+        assert isinstance(found[failing], ValueError)
+        assert isinstance(found[1 - failing], WeightSyncError)
+        assert ranks.senders[0].store.versions() == [0]
+        ranks.publish(2)
+        assert ranks.senders[0].store.manifest(2).kind is VersionKind.DELTA
+        check(tmp_path / "store", tmp_path / "local", 2)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_cannot_write_makes_the_version_not_be(
+    tmp_path: Path, failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with trainer(tmp_path / "store") as ranks:
+        ranks.publish(0)
+        part = ranks.senders[failing]._part
+
+        def fail(*_: Any) -> Any:
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(part, "write", fail)
+            found = ranks.attempt(1, [ranks.parts(1, r) for r in range(2)])
+        assert all(error is not None and "No space" in str(error) for error in found)
+        store = ranks.senders[0].store
+        assert store.versions() == [0]
+        assert len([p for p in store.path.iterdir() if p.is_dir()]) == 1
+        again = ranks.attempt(2, [ranks.parts(2, r) for r in range(2)])
+        assert "No space" in str(again[0])  # raised once more on rank 0, and every rank hears it
+        assert "gave the version up" in str(again[1])
+        ranks.publish(2)
+        assert store.manifest(2).kind is VersionKind.DELTA
+        check(tmp_path / "store", tmp_path / "local", 2)
+
+
+def test_a_tensor_that_the_ranks_do_not_hold_whole_is_refused(tmp_path: Path) -> None:
+    with trainer(tmp_path) as ranks:
+        sources = [ranks.parts(0, r) for r in range(2)]
+        del sources[1]["layer.1"]
+        found = ranks.attempt(0, sources)
+        assert isinstance(found[0], LayoutError)
+        assert all(error is not None for error in found)
+        assert ranks.senders[0].store.versions() == []
+
+
+def test_ranks_and_object_storage_are_refused() -> None:
+    with pytest.raises(ConfigError, match="object storage"):
+        Sender.connect(
+            ["memory://bucket"], transport="disk-delta", rank=0, world_size=2, store=MeetingStore()
+        )
