@@ -44,7 +44,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
         "weightsync.native_heads",
         "weightsync.native_cuda_core",
         "weightsync.device_tables", "weightsync.slot_pack", "weightsync.live_tensor",
-        "weightsync.device_patch",
+        "weightsync.device_patch", "weightsync.device_delta",
         "weightsync.codec", "weightsync.workloads",
         "weightsync.checkpoints", "weightsync.presets", "weightsync.model_shapes",
         "weightsync.kept", "weightsync.layouts",

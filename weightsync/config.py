@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from enum import Enum
 from pathlib import Path
 
 from weightsync.errors import ConfigError
@@ -54,3 +55,20 @@ def library_setting(name: str) -> str | None:
 def p2p_device_way() -> str | None:
     """``$WEIGHTSYNC_P2P_DEVICE_WAY``: how ``p2p`` reaches device memory within one machine."""
     return os.environ.get("WEIGHTSYNC_P2P_DEVICE_WAY") or None
+
+
+class DecodePlace(Enum):
+    """Where an engine decodes deltas of weights that lie on a GPU."""
+
+    HOST = "host"  # their old values are copied there
+    DEVICE = "device"
+
+
+def decode_place() -> DecodePlace:
+    """``$WEIGHTSYNC_DECODE``: ``host`` (default), or ``device``, which has run on no GPU yet."""
+    name = os.environ.get("WEIGHTSYNC_DECODE") or DecodePlace.HOST.value
+    try:
+        return DecodePlace(name)
+    except ValueError as error:
+        known = ", ".join(place.value for place in DecodePlace)
+        raise ConfigError(f"WEIGHTSYNC_DECODE={name!r}; known: {known}") from error

@@ -42,16 +42,35 @@ class DeviceWrite:
     positions: npt.NDArray[np.uint32]
     values: npt.NDArray[Any]
 
+    @property
+    def count(self) -> int:
+        return int(self.positions.size)
+
+    @property
+    def item_bytes(self) -> int:
+        return int(self.values.itemsize)
+
+
+@dataclass(frozen=True)
+class DecodedWrite:
+    """The same with positions (uint32) and values that lie on the device, in memory of somebody else's."""
+
+    target_ptr: int
+    positions_ptr: int
+    values_ptr: int
+    count: int
+    item_bytes: int
+
 
 class DevicePatch:
     """The writes of a delta on ``device``: positions, values and what they overwrite lie there, 8 bytes a
     changed element of 2 bytes. On the CPU the same code runs over memory of this process, for tests."""
 
-    def __init__(self, writes: Sequence[DeviceWrite], device: str) -> None:
+    def __init__(self, writes: Sequence[DeviceWrite | DecodedWrite], device: str) -> None:
         self._device = device
         offsets, used = [], 0
         for write in writes:
-            sizes = (write.positions.nbytes, write.values.nbytes, write.values.nbytes)
+            sizes = _sizes(write)
             starts = []
             for size in sizes:
                 starts.append(used)
@@ -63,11 +82,14 @@ class DevicePatch:
         base = self._memory.ctypes.data if device == CPU else self._memory.ptr
         rows = np.zeros((len(writes), _COLUMNS), dtype=np.uint64)
         for i, (write, starts) in enumerate(zip(writes, offsets, strict=True)):
-            write_bytes(base + starts[0], write.positions.tobytes(), device)
-            write_bytes(base + starts[1], write.values.tobytes(), device)
-            at = [write.target_ptr, *(base + start for start in starts)]
-            rows[i] = [*at, write.positions.size, write.values.itemsize]
-        self.num_changed = sum(write.positions.size for write in writes)
+            if isinstance(write, DecodedWrite):
+                at = [write.positions_ptr, write.values_ptr, base + starts[0]]
+            else:
+                write_bytes(base + starts[0], write.positions.tobytes(), device)
+                write_bytes(base + starts[1], write.values.tobytes(), device)
+                at = [base + start for start in starts]
+            rows[i] = [write.target_ptr, *at, write.count, write.item_bytes]
+        self.num_changed = sum(write.count for write in writes)
         self._rows = rows
         self._table: Any = None
         if device != CPU:
@@ -108,3 +130,11 @@ class DevicePatch:
                 self._table.close()
             self._table = None
             self._memory.close()
+
+
+def _sizes(write: DeviceWrite | DecodedWrite) -> tuple[int, ...]:
+    """Bytes of what a patch keeps of a write; what it overwrites comes last."""
+    former = write.count * write.item_bytes
+    if isinstance(write, DecodedWrite):
+        return (former,)
+    return (write.positions.nbytes, write.values.nbytes, former)

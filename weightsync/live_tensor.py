@@ -42,6 +42,10 @@ class Write:
     former: npt.NDArray[Any] | None = field(default=None)
 
     @property
+    def count(self) -> int:
+        return int(self.positions.size)
+
+    @property
     def num_bytes(self) -> int:
         """Of this record, once it was put."""
         return int(self.positions.nbytes + 2 * self.values.nbytes)

@@ -18,9 +18,17 @@ import numpy as np
 from weightsync.binding import Spot
 from weightsync.codec import block_digests
 from weightsync.codec.spans import Bytes
+from weightsync.config import DecodePlace, decode_place
 from weightsync.coverage import SlotIndex
 from weightsync.deadline import Deadline
-from weightsync.device_patch import DevicePatch, DeviceWrite
+from weightsync.device_delta import (
+    DECODE_ALIGNMENT,
+    DeviceDeltas,
+    LiveDelta,
+    LiveDigests,
+    decode_there,
+)
+from weightsync.device_patch import DecodedWrite, DevicePatch, DeviceWrite
 from weightsync.device_tables import CPU, DeviceMemory, segment_copy, synchronize, write_bytes
 from weightsync.digest import DigestPart, DigestTable
 from weightsync.errors import (
@@ -31,6 +39,7 @@ from weightsync.errors import (
     ShapeMismatchError,
 )
 from weightsync.faults import reach
+from weightsync.kept import Kept
 from weightsync.layout import Layout
 from weightsync.live_tensor import LiveTensor, Write, copy_parts, live_part
 from weightsync.manifest import name_some
@@ -50,11 +59,17 @@ class Fetched:
 
     parts: dict[str, tuple[TensorMeta, tuple[tuple[int, int], ...]]]  # meta, slots of this rank
     digests: dict[str, int] = field(default_factory=dict)
-    writes: list[Write | DeviceWrite] = field(default_factory=list)
+    writes: list[Write | DeviceWrite | DecodedWrite] = field(default_factory=list)
     touched: list[str] = field(default_factory=list)
     read_back: DigestTable | None = None  # of live tensors, where they are to be read back
     num_payload_bytes: int = 0
     num_changed: int = 0
+    decoded: DeviceDeltas | None = None  # memory of a device that ``writes`` speak of
+
+    def close(self) -> None:
+        """Free what lies on a device. Idempotent."""
+        if self.decoded is not None:
+            self.decoded.close()
 
 
 class RankStore:
@@ -65,6 +80,8 @@ class RankStore:
     ) -> None:
         self._layout, self._index, self._slots = layout, index, slots
         self._device, self._threads = device, num_threads
+        self._decodes_at = DecodePlace.HOST if device == CPU else decode_place()
+        self._live_digests: Kept[tuple[tuple[str, int], ...], LiveDigests] = Kept(2)
 
     # --- full versions ------------------------------------------------------------------------------
 
@@ -142,6 +159,9 @@ class RankStore:
                 found, fetched.digests[name] = self._live_parts(tensor, fetched.parts[name][1])
                 mine += [(part, live, name) for part, live in found]
         synchronize(self._device)
+        if self._decodes_at is DecodePlace.DEVICE:
+            self._decode_there(fetched, mine, deadline)
+            return fetched
         touched: dict[str, None] = {}
 
         def one(
@@ -154,11 +174,49 @@ class RankStore:
         for name, writes, num_bytes in self._on_each(mine, one):
             fetched.writes += writes
             fetched.num_payload_bytes += num_bytes
-            fetched.num_changed += sum(w.positions.size for w in writes)
+            fetched.num_changed += sum(w.count for w in writes)
             if writes:
                 touched[name] = None
         fetched.touched = list(touched)
         return fetched
+
+    def _decode_there(
+        self,
+        fetched: Fetched,
+        mine: Sequence[tuple[ChainTensor, LiveTensor, str]],
+        deadline: Deadline,
+    ) -> None:
+        """On a device: one launch digests everything that lives, one decodes the records of one delta.
+        Tensors that several deltas change are folded on the host."""
+        ptrs = [(part.meta, live.spots[0].ptr) for part, live, _ in mine]
+        where = tuple((meta.name, ptr) for meta, ptr in ptrs)
+        table = self._live_digests.get(where, lambda: LiveDigests(ptrs, self._device))
+        digests = table.compute(self._threads)
+        deadline.check()
+        here = [
+            i
+            for i, ((part, _, _), (_, ptr)) in enumerate(zip(mine, ptrs, strict=True))
+            if len(part.steps) <= 1 and ptr % DECODE_ALIGNMENT == 0
+        ]
+
+        def load(i: int) -> LiveDelta:
+            deadline.check()
+            part, live, _ = mine[i]
+            return LiveDelta(part.meta, live.spots[0].ptr, part.records(), part.digest)
+
+        deltas = list(self._on_each(here, load))
+        fetched.decoded = decode_there(deltas, [digests[i] for i in here], self._device)
+        writes: dict[int, Sequence[Any]] = dict(zip(here, fetched.decoded.writes, strict=True))
+        for i, (part, live, _) in enumerate(mine):
+            if i not in writes:
+                deadline.check()
+                writes[i], _ = _writes(part, live)
+        for i, (part, _, name) in enumerate(mine):
+            fetched.writes += writes[i]
+            fetched.num_payload_bytes += part.num_bytes
+            fetched.num_changed += sum(write.count for write in writes[i])
+            if writes[i] and name not in fetched.touched:
+                fetched.touched.append(name)
 
     def _live_parts(
         self, tensor: ChainTensor, keys: Sequence[tuple[int, int]]
@@ -283,9 +341,14 @@ class DeltaApply:
         self._writes = [w for w in fetched.writes if isinstance(w, Write)]
         if self._writes:  # its threads are there before the engine pauses
             list(self._pool.map(time.sleep, [0.001] * num_threads))
-        if device != CPU:
-            on_device = [w for w in fetched.writes if isinstance(w, DeviceWrite)]
-            self._patch = DevicePatch(on_device, device)
+        self._fetched = fetched  # whose memory the patch reads
+        on_device = [w for w in fetched.writes if isinstance(w, DeviceWrite | DecodedWrite)]
+        if device != CPU or on_device:
+            try:
+                self._patch = DevicePatch(on_device, device)
+            except BaseException:
+                fetched.close()
+                raise
         fetched.writes = []
 
     def put(self) -> None:
@@ -318,6 +381,7 @@ class DeltaApply:
         self._pool.shutdown(wait=False)
         if self._patch is not None:
             self._patch.close()
+        self._fetched.close()
         self._writes = []
 
 

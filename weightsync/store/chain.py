@@ -122,6 +122,14 @@ class ChainTensor:
             if now is not None:
                 yield _difference(place, span_bytes(old, place), now)
 
+    def records(self) -> list[tuple[Place, Bytes]]:
+        """Of the one delta that changes it, in memory; none if nothing does."""
+        if len(self.steps) > 1:
+            raise ConfigError(f"{self.meta.name!r}: several deltas change it")
+        return [
+            (place, record) for i in range(len(self.steps)) for place, record in self._records(i)
+        ]
+
     def _records(self, step: int) -> Iterator[tuple[Place, Bytes]]:
         store, manifest, entry = self.steps[step]
         return store.records(manifest, entry)
