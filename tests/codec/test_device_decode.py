@@ -8,19 +8,19 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from tests.codec.fuzz import cases, forged
-from tests.codec.helpers import flat, meta_of
-from tests.codec.test_device_encode import (
+from tests.codec.device_cases import (
     BLOCK,
-    DEVICES,
     DTYPES,
     SIZES,
-    SPAN,
     Held,
+    adam_step,
+    any_bits,
+    small_ones_change,
     stepped,
     weights,
 )
-from weightsync import native
+from tests.codec.fuzz import cases, forged
+from tests.codec.helpers import flat, meta_of
 from weightsync.codec import Variant, block_digests, decode_record, encode_tensor
 from weightsync.codec.device_decode import CodedSpans, Outcome, SpanDecoder
 from weightsync.codec.spans import Bytes, Digests, span_bytes, span_digests
@@ -28,13 +28,6 @@ from weightsync.errors import IntegrityError
 from weightsync.native_delta import Place
 
 Records = list[tuple[Place, Bytes]]
-
-
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> str:
-    if request.param != "cpu" and not native.has_cuda():
-        pytest.skip("no CUDA device, or a build without CUDA")
-    return str(request.param)
 
 
 def decode(records: Records, base: Bytes, digests: Digests, device: str) -> list[Outcome]:
@@ -120,27 +113,12 @@ def test_shares(dtype: str, share: float, device: str) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
 def test_most_of_a_class_changes(dtype: str, device: str) -> None:
     """As in a first step: what is listed did not change, steps are long and typical."""
-    old = weights(dtype, 2 * BLOCK + 33, 5)
-    magnitude = old & (0x7FFFFFFF if dtype == "float32" else 0x7FFF)
-    limit = np.quantile(magnitude, 0.02)
-    random = np.random.default_rng(6)
-    step = np.where(random.random(old.size) < 0.9, 5, random.integers(1, 200, old.size))
-    new = np.where(magnitude < limit, old + step.astype(old.dtype), old).astype(old.dtype)
-    assert check(dtype, old, new, device) == [Outcome.DECODED]
+    assert check(dtype, *small_ones_change(dtype, 0.02), device) == [Outcome.DECODED]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_any_bits(dtype: str, device: str) -> None:
-    """NaNs, infinities, zeros of both signs, subnormals; steps as long as there are."""
-    random = np.random.default_rng(8)
-    kind = weights(dtype, 1, 0).dtype
-    top = np.iinfo(kind).max
-    old = random.integers(0, top, 2 * BLOCK, dtype=kind, endpoint=True)
-    new = old.copy()
-    at = random.random(old.size) < 0.01
-    new[at] = random.integers(0, top, int(at.sum()), dtype=kind, endpoint=True)
-    new[:2], old[:2] = (0, top // 2 + 1), (top // 2 + 1, 0)
-    check(dtype, old, new, device)
+    check(dtype, *any_bits(dtype), device)
 
 
 @pytest.mark.parametrize("where", ["begin", "end", "row", "every"])
@@ -159,14 +137,7 @@ def test_crowds(where: str, device: str) -> None:
 
 
 def test_a_step_of_adam_in_exponents(device: str) -> None:
-    """Whether an element changes depends on its exponent: classes are made."""
-    old = weights("bfloat16", SPAN, 13)
-    random = np.random.default_rng(14)
-    values = (old.astype(np.uint32) << 16).view(np.float32)
-    p = np.minimum(1, 2e-5 / (np.abs(values) + 1e-9))
-    mask = random.random(old.size) < p
-    new = np.where(mask, old ^ np.uint16(1), old).astype(np.uint16)
-    assert check("bfloat16", old, new, device) == [Outcome.DECODED]
+    assert check("bfloat16", *adam_step(), device) == [Outcome.DECODED]
 
 
 def test_what_the_host_must_decode(device: str) -> None:

@@ -10,9 +10,8 @@ import numpy.typing as npt
 import pytest
 
 from engine_adapter.fake import FakeEngine
+from tests.codec.device_cases import BLOCK, Held, stepped, weights
 from tests.codec.helpers import flat
-from tests.codec.test_device_encode import BLOCK, DEVICES, Held, stepped, weights
-from weightsync import native
 from weightsync.codec import Variant, block_digests, encode_tensor, tensor_digest
 from weightsync.codec.spans import Bytes
 from weightsync.config import DecodePlace, decode_place
@@ -27,13 +26,6 @@ from weightsync.store.publish import weights_of
 from weightsync.types import TensorMeta
 
 DTYPES = ["bfloat16", "float32", "float8_e4m3fn", "int8", "int64", "float64"]
-
-
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> str:
-    if request.param != "cpu" and not native.has_cuda():
-        pytest.skip("no CUDA device, or a build without CUDA")
-    return str(request.param)
 
 
 def meta_of(name: str, data: Bytes, dtype: str) -> TensorMeta:
