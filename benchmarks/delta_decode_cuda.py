@@ -1,0 +1,122 @@
+"""How fast are deltas decoded on a GPU that holds the old weights, and how fast put into them?
+
+Weights of ``--gib`` GiB in bf16 and their changes as in ``delta_encode_cuda.py``, which also codes them. The
+ceiling is reading the old weights twice. What was decoded is put into the weights, which must then be the
+new ones, bit for bit, and taken back.
+
+    python benchmarks/delta_decode_cuda.py [--tiny] [--gib N] [--share P] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from bench_parts.command import command_line, has_gpus, write_figures
+from delta_encode_cuda import DEVICE, ROUNDS, draw
+
+from weightsync.codec.device_encode import DeviceSpans, SpanEncoder
+from weightsync.codec.spans import spans_of
+from weightsync.device_delta import DeviceDeltas, LiveDelta, LiveDigests, decode_there
+from weightsync.device_patch import DecodedWrite, DevicePatch
+from weightsync.native_delta import SPAN_ELEMENTS
+from weightsync.types import TensorMeta
+
+
+def timed(act: Callable[[], Any], seconds: list[float]) -> Any:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    found = act()
+    torch.cuda.synchronize()
+    seconds.append(time.perf_counter() - start)
+    return found
+
+
+def coded(meta: TensorMeta, old: Any, new: Any, digests: Any, threads: int) -> list[Any]:
+    """The records of all spans, on the host."""
+    places = list(spans_of(meta))
+    encoder = SpanEncoder(DEVICE)
+    offsets = [2 * p.start_element for p in places]
+    spans = DeviceSpans(
+        places,
+        [old.data_ptr() + o for o in offsets],
+        [new.data_ptr() + o for o in offsets],
+        digests,
+    )
+    results = encoder.encode(spans, threads)
+    found = [
+        (place, np.frombuffer(record, dtype=np.uint8))
+        for place, (_, record) in zip(places, results, strict=True)
+        if record is not None
+    ]
+    encoder.close()
+    return found
+
+
+def measure(elements: int, share: float, threads: int) -> dict[str, Any]:
+    """Seconds of each part, medians."""
+    old, new = draw(elements, share)
+    meta = TensorMeta("w", "bfloat16", (elements,))
+    live = LiveDigests([(meta, old.data_ptr())], DEVICE)
+    (before,) = live.compute(threads)
+    after = before.copy()
+    records = coded(meta, old, new, after, threads)
+    delta = LiveDelta(meta, old.data_ptr(), records, int(after.sum(dtype=np.uint64)))
+    seconds: dict[str, list[float]] = {
+        name: [] for name in ("read old", "digest of all blocks", "decode", "exchange", "take back")
+    }
+    changed = on_host = 0
+    for number in range(ROUNDS + 1):
+        timed(lambda: old.view(torch.int32).amax(), seconds["read old"])
+        (digests,) = timed(lambda: live.compute(threads), seconds["digest of all blocks"])
+        found: DeviceDeltas = timed(
+            partial(decode_there, [delta], [digests], DEVICE), seconds["decode"]
+        )
+        writes = found.writes[0]
+        changed = sum(write.count for write in writes)
+        on_host = sum(not isinstance(write, DecodedWrite) for write in writes)
+        patch = DevicePatch(writes, DEVICE)
+        timed(patch.put, seconds["exchange"])
+        patch.check()
+        if not torch.equal(old.view(torch.int16), new.view(torch.int16)):
+            raise SystemExit("the weights are not the new ones")
+        timed(patch.take_back, seconds["take back"])
+        patch.close()
+        found.close()
+        if number == 0:
+            for spent in seconds.values():
+                spent.clear()
+    return {
+        "bytes": 2 * elements, "changed": changed, "payload": sum(r.size for _, r in records),
+        "spans": len(records), "on_host": on_host,
+        "seconds": {name: statistics.median(spent) for name, spent in seconds.items()},
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = command_line(__doc__, "small and quick, for a smoke test")
+    parser.add_argument("--gib", type=float, default=56, help="of weights")
+    parser.add_argument("--share", type=float, default=0.01, help="of elements that change")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    args = parser.parse_args()
+    if not has_gpus():
+        return
+    spans = 2 if args.tiny else max(1, int(args.gib * (1 << 29)) // SPAN_ELEMENTS)
+    found = measure(spans * SPAN_ELEMENTS, args.share, args.threads)
+    print(
+        f"{torch.cuda.get_device_name(DEVICE)}: {found['bytes'] / 1e9:.1f} GB, {found['changed']:,} "
+        f"changed, {found['payload']:,} B; {found['on_host']} of {found['spans']} spans by the host"
+    )
+    for name, spent in found["seconds"].items():
+        print(f"{name:22} {spent * 1e3:8.2f} ms {found['bytes'] / spent / 1e9:8.0f} GB/s")
+    write_figures(args.json, found)
+
+
+if __name__ == "__main__":
+    main()
