@@ -24,6 +24,8 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     (
         "weightsync.link", "weightsync.source_ends", "weightsync.fill",
         "weightsync.collector", "weightsync.crew", "weightsync.store_sender", "weightsync.store_ranks",
+        "weightsync.store_options", "weightsync.placed_weights", "weightsync.store_part",
+        "weightsync.store_rank_sender",
         "weightsync.rank_sender", "weightsync.ranks", "weightsync.followers", "weightsync.machines",
         "weightsync.rank_calls", "weightsync.rank_work", "weightsync.rank_moves",
         "weightsync.rank_digests", "weightsync.rank_session", "weightsync.rank_store", "weightsync.sources",

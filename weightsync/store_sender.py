@@ -14,128 +14,27 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass, field, replace
-from enum import Enum
 from typing import Any, Final
 
-import numpy as np
-
 from weightsync import config
-from weightsync.binding import Spot, spot_of
-from weightsync.codec.spans import Bytes
 from weightsync.collector import Collector
-from weightsync.device_tables import CPU, DeviceMemory, bytes_at, segment_copy, synchronize
 from weightsync.errors import (
     ConfigError,
     DeadlineError,
-    LayoutError,
     SessionError,
     WeightSyncError,
 )
-from weightsync.layout import PlacedBox, TensorLayout
-from weightsync.live_tensor import LiveTensor
 from weightsync.naming import Rule
+from weightsync.placed_weights import placed_weights
 from weightsync.ranks import Meeting
 from weightsync.store import Publisher, Store, VersionManifest, collect, fold
-from weightsync.store.cutting import Cuts, Cutter
-from weightsync.store.pieces import Piece
+from weightsync.store.cutting import Cutter
 from weightsync.store.publish import Encoded
-from weightsync.store.weights import DeviceWeight, Weight
-from weightsync.tables import dense_strides, segment_rows, table
+from weightsync.store_options import PublishReport, SnapshotPlace, StoreOptions, publisher_options
 from weightsync.tensors import LocalTensors
-from weightsync.types import Box, CastPolicy, Convert, TensorMeta, item_bytes
 
 _LOG = logging.getLogger(__name__)
 BUCKET_BYTES: Final = 1 << 40  # a generator is one part: all of it is coded at once
-
-
-class SnapshotPlace(Enum):
-    """Where weights are compared with the last version."""
-
-    HOST = "host"
-    DEVICE = "device"
-
-
-@dataclass(frozen=True)
-class StoreOptions:
-    """Counts are versions, 0: never. Times are seconds.
-
-    ``fold_every`` and ``anchor_every``: one delta in place of so many, and the version in full beside
-    its delta. ``keep``: forget what neither the newest so many versions nor a reader's lease needs.
-    ``cast``: fp32 weights are stored as bf16, rounded to nearest even, or as they are.
-    ``cut``: code tensors in pieces, by rules (:class:`weightsync.store.Cut`) or by the layout of an
-    engine, so that ranks which hold parts of tensors can take deltas. Pieces that are not rows of their
-    tensor are copied (their size) while it is sent.
-    ``snapshot``: where weights of a GPU are compared with the last version. On the host they are copied
-    there first; on the device a second copy of them is kept there (their size), and only what is
-    published leaves it.
-    ``commit_timeout_s``: how long the next ``send``, and ``close``, wait for the version under way.
-    """
-
-    fold_every: int = 8
-    anchor_every: int = 64
-    keep: int = 0
-    grace_s: float = 3600.0
-    cast: CastPolicy = CastPolicy.STRICT
-    snapshot: SnapshotPlace = SnapshotPlace.HOST
-    cut: Cuts | None = None
-    commit_timeout_s: float = 600.0
-    num_threads: int = 0  # 0: $WEIGHTSYNC_NUM_THREADS, or the CPUs of this process
-    file_bytes: int = 1 << 30
-    extra_files: Mapping[str, bytes] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "cast", CastPolicy(self.cast))
-        object.__setattr__(self, "snapshot", SnapshotPlace(self.snapshot))
-        for name in ("fold_every", "anchor_every", "keep", "num_threads"):
-            count = getattr(self, name)
-            if type(count) is not int or count < 0:
-                raise ConfigError(f"{name}={count!r}: it must be a count of at least 0")
-        if not self.commit_timeout_s > 0 or self.grace_s < 0 or self.file_bytes < 1:
-            raise ConfigError(f"limits and sizes must be positive: {self}")
-
-
-def publisher_options(options: StoreOptions, num_threads: int) -> dict[str, Any]:
-    """What a :class:`Publisher` is made with."""
-    return {
-        "file_bytes": options.file_bytes,
-        "extra_files": options.extra_files,
-        "num_threads": num_threads,
-        "is_mirrored": options.snapshot is SnapshotPlace.DEVICE,
-    }
-
-
-@dataclass(frozen=True)
-class PublishReport:
-    """One version. ``waited_s``: for the version before; ``encode_s``: while ``send`` kept the weights;
-    ``publish_s``: behind the next step, until it was visible. ``on_host``: spans that the host coded
-    because the device could not, by reason."""
-
-    version: int
-    run_id: str
-    kind: str
-    root: str
-    payload_bytes: int
-    total_bytes: int
-    num_changed: int
-    waited_s: float
-    encode_s: float
-    publish_s: float
-    dropped: Mapping[str, str] = field(default_factory=dict)
-    on_host: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def bits_per_changed_element(self) -> float | None:
-        """Of a delta with changes."""
-        return 8 * self.payload_bytes / self.num_changed if self.num_changed else None
-
-    def __str__(self) -> str:
-        bits = self.bits_per_changed_element
-        changed = "" if bits is None else f", {self.num_changed:,} changed at {bits:.2f} bits each"
-        return (
-            f"version {self.version}: {self.kind}, {self.payload_bytes:,} B of {self.total_bytes:,}"
-            f"{changed}; encoded in {self.encode_s:.3f} s, published in {self.publish_s:.3f} s"
-        )
 
 
 class StoreSender:
@@ -401,113 +300,6 @@ def store_sender(
             os.fspath(places[0]), found, StoreOptions(**options), rules, meeting
         )
     return StoreSender(places[0], found, StoreOptions(**options), rules)
-
-
-# --- tensors of a trainer, dense ----------------------------------------------------------------------
-
-
-def placed_weights(
-    tensors: LocalTensors,
-    options: StoreOptions,
-    num_threads: int,
-    cutter: Cutter,
-    owned: Sequence[Piece] | None = None,
-) -> dict[str, Weight] | dict[str, DeviceWeight]:
-    """Each piece of each tensor in the form that is stored: where it lies if it is dense there and keeps
-    its dtype, else a copy; ``owned`` are this rank's, if there are several. On the host, or if the
-    snapshot is to be on the one device of all, on that.
-
-    Raises :class:`ConfigError` for a part of a tensor, and for weights of several devices then.
-    """
-    by_region = {a.region: a.ptr for a in tensors.addresses}
-    devices = {a.region: a.device for a in tensors.addresses}
-    used = {p.region for entry in tensors.layout.tensors for p in entry.placed}
-    kinds = sorted({devices[region] for region in used})
-    is_on_device = options.snapshot is SnapshotPlace.DEVICE and kinds != [CPU]
-    if is_on_device and len(kinds) > 1:
-        raise ConfigError(
-            f"snapshot='device' needs all weights on one device, they lie on {', '.join(kinds)}; "
-            "snapshot='host' takes them all"
-        )
-    by_name: dict[str, list[Piece]] = {}
-    for piece in owned or ():
-        by_name.setdefault(piece.tensor.name, []).append(piece)
-    found: dict[str, Any] = {}
-    for device in kinds:
-        synchronize(device)
-    for entry in tensors.layout.tensors:
-        meta = entry.wire_forms[-1]  # the cast one, where there is one
-        pieces: Sequence[Piece]
-        if owned is not None:
-            pieces = by_name.get(entry.name, ())
-        elif len(entry.placed) != 1 or entry.placed[0].box != Box.whole(entry.shape):
-            raise ConfigError(f"{entry.name!r} is cut over ranks; gather it before it is sent")
-        else:
-            pieces = cutter.pieces(meta)
-        for piece in pieces:
-            placed = _holder(entry, piece)
-            whole = spot_of(placed, by_region)
-            device = devices[placed.region]
-            spot = replace(whole, box=Box.whole(piece.box.shape), ptr=whole.at(piece.box))
-            found[piece.meta.name] = _placed(
-                piece, spot, device, (tensors, is_on_device, num_threads)
-            )
-    return found
-
-
-def _holder(entry: TensorLayout, piece: Piece) -> PlacedBox:
-    """What holds the piece here."""
-    for placed in entry.placed:
-        if placed.box == piece.box or placed.box.intersect(piece.box) == piece.box:
-            return placed
-    raise LayoutError(f"{piece.meta.name!r} lies in no box of this rank")
-
-
-def _placed(
-    piece: Piece, spot: Spot, device: str, how: tuple[LocalTensors, bool, int]
-) -> Weight | DeviceWeight:
-    owner, is_on_device, num_threads = how
-    box_of = None if piece.is_whole else piece
-    if is_on_device:
-        ptr, memory = _dense_there(piece.meta, spot, device, num_threads)
-        return DeviceWeight(piece.meta, ptr, device, (owner, memory), box_of)
-    return Weight(piece.meta, _dense(piece.meta, spot, device, num_threads), owner, box_of)
-
-
-def _dense(meta: TensorMeta, spot: Spot, device: str, num_threads: int) -> Bytes:
-    """The wire form of one tensor in host memory, uint8 [meta.num_bytes]."""
-    live = LiveTensor(meta, [spot])
-    if spot.dtype == meta.dtype and live.is_dense and device == CPU:
-        return live.bytes()
-    ptr, memory = _dense_there(meta, spot, device, num_threads)
-    if device == CPU:
-        return memory  # type: ignore[no-any-return]
-    data = bytes_at(ptr, meta.num_bytes, device)
-    if isinstance(memory, DeviceMemory):
-        memory.close()
-    return data
-
-
-def _dense_there(meta: TensorMeta, spot: Spot, device: str, num_threads: int) -> tuple[int, Any]:
-    """The address of the wire form of one tensor on its device, and the memory of a copy, if one had
-    to be made."""
-    if spot.dtype == meta.dtype and LiveTensor(meta, [spot]).is_dense:
-        return spot.ptr, None
-    convert = Convert.NONE if spot.dtype == meta.dtype else Convert.FP32_TO_BF16
-    memory: Any = np.empty(meta.num_bytes, dtype=np.uint8)
-    if device != CPU and meta.num_bytes:
-        memory = DeviceMemory(meta.num_bytes, device)
-    ptr = memory.ptr if isinstance(memory, DeviceMemory) else memory.ctypes.data
-    item = item_bytes(meta.dtype)
-    rows = segment_rows(
-        meta.shape,
-        source=(spot.ptr, spot.strides_bytes, item_bytes(spot.dtype)),
-        target=(ptr, dense_strides(meta.shape, item), item),
-        convert=convert,
-    )
-    where = device if isinstance(memory, DeviceMemory) else CPU
-    segment_copy(table(rows, 13), where).run(num_threads)
-    return ptr, memory
 
 
 __all__ = [

@@ -1,0 +1,114 @@
+"""What every rank of a trainer that publishes together has: pieces, a snapshot, one version under way."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from weightsync import config
+from weightsync.errors import ConfigError, SessionError
+from weightsync.layout import Layout
+from weightsync.placed_weights import placed_weights
+from weightsync.store import Store
+from weightsync.store.cutting import Cutter
+from weightsync.store.object_path import ObjectPath
+from weightsync.store.pieces import Piece
+from weightsync.store.publish import Encoded
+from weightsync.store.together import (
+    PartPublisher,
+    WrittenPart,
+)
+from weightsync.store.version import Identity
+from weightsync.store_options import StoreOptions
+from weightsync.tensors import LocalTensors
+from weightsync.types import Box, TensorMeta
+
+CONNECT_S: Final = 120.0
+#: What rank 0 may take beyond the limit that it keeps itself.
+GRACE_S: Final = 30.0
+
+
+class StorePart:
+    """What every rank has: its pieces, its snapshot, and one version between ``send`` and commit."""
+
+    def __init__(self, publisher: PartPublisher, options: StoreOptions, rank: int) -> None:
+        self.publisher, self._options, self.rank = publisher, options, rank
+        self._threads = options.num_threads or config.num_threads()
+        self._cutter = Cutter(options.cut)
+        self._pieces: Sequence[Piece] = ()
+        self._weights: Mapping[str, Any] = {}
+        self.encoded: Encoded | None = None
+        self._lock = threading.Lock()  # between what writes the snapshot and what reads it
+
+    @property
+    def base(self) -> list[Any] | None:
+        """The version that deltas of this rank would stand on."""
+        found = self.publisher.identity
+        return None if found is None else [found.version, found.root]
+
+    def own(self, pieces: Sequence[Piece]) -> None:
+        self._pieces = pieces
+
+    def encode(self, version: int, tensors: LocalTensors, *, is_full: bool) -> tuple[int, int]:
+        """Bytes of the records, and of the weights that this rank owns."""
+        weights = placed_weights(tensors, self._options, self._threads, self._cutter, self._pieces)
+        if is_full:
+            with self._lock:
+                self.encoded = self.publisher.encode_full(version, weights)
+        else:
+            self.encoded = self.publisher.encode(version, weights)
+        return self.encoded.num_bytes, sum(w.meta.num_bytes for w in weights.values())
+
+    def write(self, version: int, folder: Path) -> WrittenPart:
+        """Of the version that was encoded."""
+        with self._lock:
+            return self.publisher.write(self._the(version), folder, self.rank)
+
+    def write_again(self, version: int, folder: Path) -> WrittenPart:
+        """Of the last version, in full."""
+        with self._lock:
+            whole = self.publisher.whole()
+            if whole.version != version:
+                raise SessionError(f"rank {self.rank} is at version {whole.version}, not {version}")
+            return self.publisher.write(whole, folder, self.rank)
+
+    def advance(self, version: int, target: Identity) -> None:
+        """It is visible."""
+        with self._lock:
+            self.publisher.advance(self._the(version), target)
+        self.encoded = None
+
+    def _the(self, version: int) -> Encoded:
+        if self.encoded is None or self.encoded.version != version:
+            raise SessionError(f"rank {self.rank} has nothing encoded for version {version}")
+        return self.encoded
+
+
+def check_place(directory: str) -> None:
+    if isinstance(Store(directory, "x").directory, ObjectPath):
+        raise ConfigError(
+            f"{directory}: several ranks write parts of one file, which object storage cannot; gather on "
+            "rank 0 and publish from there, or give a directory of a shared file system"
+        )
+
+
+def shown(directory: str) -> str:
+    return str(Store(directory, "x").directory)
+
+
+def only_part(parts: Sequence[LocalTensors]) -> LocalTensors:
+    if len(parts) > 1:
+        raise ConfigError("several ranks publish a module, a mapping or a list, in one part")
+    return parts[0] if parts else LocalTensors(Layout(1, (), ((),)), {}, ())
+
+
+def piece_to_json(piece: Piece) -> list[Any]:
+    tensor, box = piece.tensor, piece.box
+    return [tensor.name, tensor.dtype, list(tensor.shape), list(box.start), list(box.stop)]
+
+
+def piece_from_json(value: Any) -> Piece:
+    name, dtype, shape, start, stop = value
+    return Piece(TensorMeta(name, dtype, tuple(shape)), Box(tuple(start), tuple(stop)))
