@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -161,6 +162,42 @@ def test_a_rank_that_cannot_write_makes_the_version_not_be(
         ranks.publish(2)
         assert store.manifest(2).kind is VersionKind.DELTA
         check(tmp_path / "store", tmp_path / "local", 2)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_what_was_written_is_removed_when_nobody_writes_any_more(
+    tmp_path: Path, failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank fails at once, the other takes its time."""
+    with trainer(tmp_path / "store") as ranks:
+        ranks.publish(0)
+        parts = [sender._part for sender in ranks.senders]
+        write_late = parts[1 - failing].write
+        has_failed, is_over = threading.Event(), threading.Event()
+
+        def fail(*_: Any) -> Any:
+            has_failed.set()
+            raise OSError(28, "No space left on device")
+
+        def late(*rest: Any) -> Any:
+            assert has_failed.wait(20.0)
+            threading.Event().wait(0.3)  # time to remove what this is about to write to
+            try:
+                return write_late(*rest)
+            finally:
+                is_over.set()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(parts[failing], "write", fail)
+            patch.setattr(parts[1 - failing], "write", late)
+            found = ranks.attempt(1, [ranks.parts(1, r) for r in range(2)])
+            assert is_over.is_set()
+        assert all(error is not None and "No space" in str(error) for error in found)
+        store = ranks.senders[0].store
+        assert len([p for p in store.path.iterdir() if p.is_dir()]) == 1
+        assert not list(store.path.rglob("*.wsd"))
+        ranks.attempt(2, [ranks.parts(2, r) for r in range(2)])  # the failure is raised once more
+        ranks.publish(2)
 
 
 def test_a_tensor_that_the_ranks_do_not_hold_whole_is_refused(tmp_path: Path) -> None:

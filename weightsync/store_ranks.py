@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,11 @@ class LeadStoreSender(StoreSender):
         """The same on every rank at once: what this one returned, and the answers of the others."""
         ranks = range(1, self._crew.world_size)
         futures = {rank: self._crew.call(rank, what) for rank in ranks}
-        mine = own()
+        try:
+            mine = own()
+        finally:
+            # Whoever fails, nobody is still at it when this ends: what was written is removed then.
+            wait(futures.values(), timeout=self._limit_s)
         return mine, answers_of(futures, "trainer", str(what["do"]), self._limit_s)
 
     # --- within send --------------------------------------------------------------------------------
