@@ -9,7 +9,6 @@ new ones, bit for bit, and taken back.
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -18,14 +17,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from bench_parts.command import command_line, has_gpus, write_figures
-from delta_encode_cuda import DEVICE, ROUNDS, draw
+from bench_parts.command import has_gpus, write_figures
+from delta_encode_cuda import DEVICE, ROUNDS, arguments, draw
 
 from weightsync.codec.device_encode import DeviceSpans, SpanEncoder
 from weightsync.codec.spans import spans_of
 from weightsync.device_delta import DeviceDeltas, LiveDelta, LiveDigests, decode_there
 from weightsync.device_patch import DecodedWrite, DevicePatch
-from weightsync.native_delta import SPAN_ELEMENTS
 from weightsync.types import TensorMeta
 
 
@@ -100,15 +98,10 @@ def measure(elements: int, share: float, threads: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = command_line(__doc__, "small and quick, for a smoke test")
-    parser.add_argument("--gib", type=float, default=56, help="of weights")
-    parser.add_argument("--share", type=float, default=0.01, help="of elements that change")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    args = parser.parse_args()
+    args = arguments(__doc__)
     if not has_gpus():
         return
-    spans = 2 if args.tiny else max(1, int(args.gib * (1 << 29)) // SPAN_ELEMENTS)
-    found = measure(spans * SPAN_ELEMENTS, args.share, args.threads)
+    found = measure(args.elements, args.share, args.threads)
     print(
         f"{torch.cuda.get_device_name(DEVICE)}: {found['bytes'] / 1e9:.1f} GB, {found['changed']:,} "
         f"changed, {found['payload']:,} B; {found['on_host']} of {found['spans']} spans by the host"

@@ -8,6 +8,7 @@ does it. Records of some spans are compared with the CPU's, byte for byte.
 
 from __future__ import annotations
 
+import argparse
 import os
 import statistics
 import time
@@ -92,16 +93,23 @@ def measure(elements: int, share: float, threads: int) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
-    parser = command_line(__doc__, "small and quick, for a smoke test")
+def arguments(doc: str | None) -> argparse.Namespace:
+    """``elements``, ``share``, ``threads``, ``json``."""
+    parser = command_line(doc, "small and quick, for a smoke test")
     parser.add_argument("--gib", type=float, default=56, help="of weights")
     parser.add_argument("--share", type=float, default=0.01, help="of elements that change")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     args = parser.parse_args()
+    spans = 2 if args.tiny else max(1, int(args.gib * (1 << 29)) // SPAN_ELEMENTS)
+    args.elements = spans * SPAN_ELEMENTS
+    return args
+
+
+def main() -> None:
+    args = arguments(__doc__)
     if not has_gpus():
         return
-    spans = 2 if args.tiny else max(1, int(args.gib * (1 << 29)) // SPAN_ELEMENTS)
-    found = measure(spans * SPAN_ELEMENTS, args.share, args.threads)
+    found = measure(args.elements, args.share, args.threads)
     print(
         f"{torch.cuda.get_device_name(DEVICE)}, {args.threads} threads: {found['bytes'] / 1e9:.1f} GB, "
         f"{found['changed']:,} changed, {found['payload']:,} B "

@@ -11,10 +11,7 @@ import numpy as np
 from weightsync.binding import Spot, spot_of
 from weightsync.codec.spans import Bytes
 from weightsync.device_tables import CPU, DeviceMemory, bytes_at, segment_copy, synchronize
-from weightsync.errors import (
-    ConfigError,
-    LayoutError,
-)
+from weightsync.errors import ConfigError, LayoutError
 from weightsync.layout import PlacedBox, TensorLayout
 from weightsync.live_tensor import LiveTensor
 from weightsync.store.cutting import Cutter

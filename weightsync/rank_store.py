@@ -211,12 +211,14 @@ class RankStore:
             if i not in writes:
                 deadline.check()
                 writes[i], _ = _writes(part, live)
+        touched: dict[str, None] = {}
         for i, (part, _, name) in enumerate(mine):
             fetched.writes += writes[i]
             fetched.num_payload_bytes += part.num_bytes
             fetched.num_changed += sum(write.count for write in writes[i])
-            if writes[i] and name not in fetched.touched:
-                fetched.touched.append(name)
+            if writes[i]:
+                touched[name] = None
+        fetched.touched = list(touched)
 
     def _live_parts(
         self, tensor: ChainTensor, keys: Sequence[tuple[int, int]]

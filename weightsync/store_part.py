@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -40,7 +39,6 @@ class StorePart:
         self._pieces: Sequence[Piece] = ()
         self._weights: Mapping[str, Any] = {}
         self.encoded: Encoded | None = None
-        self._lock = threading.Lock()  # between what writes the snapshot and what reads it
 
     @property
     def base(self) -> list[Any] | None:
@@ -54,21 +52,18 @@ class StorePart:
     def encode(self, version: int, tensors: LocalTensors, *, is_full: bool) -> tuple[int, int]:
         """Bytes of the records, and of the weights that this rank owns."""
         weights = placed_weights(tensors, self._options, self._threads, self._cutter, self._pieces)
-        if is_full:
-            with self._lock:
-                self.encoded = self.publisher.encode_full(version, weights)
-        else:
-            self.encoded = self.publisher.encode(version, weights)
+        encode = self.publisher.encode_full if is_full else self.publisher.encode
+        self.encoded = encode(version, weights)
         return self.encoded.num_bytes, sum(w.meta.num_bytes for w in weights.values())
 
     def write(self, version: int, folder: Path) -> WrittenPart:
         """Of the version that was encoded."""
-        with self._lock:
+        with self.publisher.snapshot_lock:
             return self.publisher.write(self._the(version), folder, self.rank)
 
     def write_again(self, version: int, folder: Path) -> WrittenPart:
         """Of the last version, in full."""
-        with self._lock:
+        with self.publisher.snapshot_lock:
             whole = self.publisher.whole()
             if whole.version != version:
                 raise SessionError(f"rank {self.rank} is at version {whole.version}, not {version}")
@@ -76,7 +71,7 @@ class StorePart:
 
     def advance(self, version: int, target: Identity) -> None:
         """It is visible."""
-        with self._lock:
+        with self.publisher.snapshot_lock:
             self.publisher.advance(self._the(version), target)
         self.encoded = None
 

@@ -18,9 +18,7 @@ from weightsync.errors import ProtocolError, SessionError
 from weightsync.naming import Rule
 from weightsync.ranks import Meeting, RankPipe, answer_to, join
 from weightsync.store import Store
-from weightsync.store.together import (
-    PartPublisher,
-)
+from weightsync.store.together import PartPublisher
 from weightsync.store.version import Identity, plain_name
 from weightsync.store_options import PublishReport, StoreOptions, publisher_options
 from weightsync.store_part import (

@@ -71,9 +71,8 @@ class LeadStoreSender(StoreSender):
         self._joint: Layout | None = None
         self._metas: list[TensorMeta] = []
         self._total_bytes = 0
-        self._number = self._encoded_number = (
-            0  # of updates that were entered, as every rank counts
-        )
+        self._number = 0  # of updates that were entered, as every rank counts
+        self._encoded_number = 0
         self._crew = Crew(meeting, {"engines": [shown(directory)], "run_id": run_id})
         try:
             self._crew.wait(Deadline(CONNECT_S, peer="trainer ranks", stage="connect"))

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from weightsync import native
 from weightsync.bucket import align
-from weightsync.codec.record import read_header
+from weightsync.codec.record import num_changed
 from weightsync.codec.spans import Bytes, Digests
 from weightsync.device_tables import (
     CPU,
@@ -27,7 +27,6 @@ from weightsync.device_tables import (
     stream_of,
     write_bytes,
 )
-from weightsync.errors import IntegrityError
 from weightsync.native_delta import Place
 
 _PADDING_BYTES: Final = 16  # behind the last record: whole words are read
@@ -175,11 +174,9 @@ class SpanDecoder:
 
 
 def _count_of(record: Bytes, place: Place) -> int:
-    """Changes that a record says it has; none of one that cannot be, which decoding will say."""
-    try:
-        return min(read_header(record, place).num_changed, place.num_elements)
-    except IntegrityError:
-        return 0
+    """Changes that a record says it has, at most what the place has; whether it may be believed, the
+    core says, which looks at the checksum."""
+    return min(num_changed(record), place.num_elements)
 
 
 def _offsets(places: Sequence[Place], counts: Sequence[int]) -> tuple[list[tuple[int, int]], int]:

@@ -61,6 +61,13 @@ def read_header(record: Bytes, place: Place) -> Header:
     return header
 
 
+def num_changed(record: Bytes) -> int:
+    """Changed elements, as a record says that nobody checked; none of one without a whole header."""
+    if record.size < HEADER_BYTES:
+        return 0
+    return Header(*_HEADER.unpack(record[:HEADER_BYTES].tobytes())).num_changed
+
+
 def record_bytes(header: bytes) -> tuple[int, int]:
     """Length of the whole record, and its first element, from the first 64 bytes of it.
 

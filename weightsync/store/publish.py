@@ -126,8 +126,8 @@ class Publisher(StoreSource):
         self._threads = num_threads
         self._is_mirrored = is_mirrored and variant is Variant.EXACT
         self._snapshot: _Snapshot | None = None
-        # An anchor is written from the snapshot behind the next step, which may copy anew into it.
-        self._snapshot_lock = threading.Lock()
+        #: Between what writes the snapshot and what reads it behind the next step. Not reentrant.
+        self.snapshot_lock = threading.Lock()
         store.path.mkdir(parents=True, exist_ok=True)
         sync_directory(store.directory)
 
@@ -153,7 +153,7 @@ class Publisher(StoreSource):
         committed."""
         self._check_version(version)
         self._check_weights(weights)
-        with self._snapshot_lock:
+        with self.snapshot_lock:
             return self._copy_all(version, weights)
 
     def _copy_all(self, version: int, weights: AnyWeights) -> Encoded:
@@ -320,7 +320,7 @@ class Publisher(StoreSource):
         Raises :class:`VersionError` if there is no last version, :class:`BusyError` if it is in full
         already.
         """
-        with self._snapshot_lock:
+        with self.snapshot_lock:
             snapshot = self._snapshot
             if snapshot is None or snapshot.identity is None:
                 raise VersionError(
