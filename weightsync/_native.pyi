@@ -57,6 +57,9 @@ def sample_tokens(
     num_threads: int,
 ) -> None: ...
 def fill_gumbel_noise(seed: int, position: int, vocab_size: int, noise_ptr: int) -> None: ...
+def gumbel_of_each(
+    bits_ptr: int, count: int, noise_ptr: int, low_ptr: int, high_ptr: int
+) -> None: ...
 def gate_rows(
     dtype: int,
     num_rows: int,

@@ -1,4 +1,5 @@
-// Compiled without fused multiply-add: noise and exponentials have the CPU's bits.
+// Compiled without fused multiply-add: scores and noise have the CPU's bits, so that tokens are the
+// same. Sums of exponentials have bits of their own.
 #include <cuda_runtime.h>
 
 #include <stdexcept>
@@ -53,30 +54,44 @@ __device__ float over_warp(float value, Combine&& combine) {
     return value;
 }
 
-// Over the block, warps in order; the same on every thread.
-template <typename Combine>
-__device__ float over_block(float value, Combine&& combine) {
+struct Pair {
+    float first;
+    float second;
+};
+
+__device__ float larger(float a, float b) { return a > b ? a : b; }
+
+// The largest over the block, the same on every thread. NaN is passed over.
+__device__ float largest_of_block(float value) {
     __shared__ float warps[kThreads / 32];
-    value = over_warp(value, combine);
-    __syncthreads();
+    value = over_warp(value, larger);
+    __syncthreads();  // another call may still read
     if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
     __syncthreads();
     value = warps[0];
 #pragma unroll
-    for (int warp = 1; warp < kThreads / 32; ++warp) value = combine(value, warps[warp]);
+    for (int warp = 1; warp < kThreads / 32; ++warp) value = larger(value, warps[warp]);
     return value;
 }
 
-__device__ SoftmaxState softmax_of(const float (&values)[kScores]) {
-    float max = -INFINITY;
+// Sums over the block, warps in order; on the first thread.
+__device__ Pair sum_of_block(Pair value) {
+    __shared__ Pair warps[kThreads / 32];
+    const auto add = [](float a, float b) { return a + b; };
+    value = {over_warp(value.first, add), over_warp(value.second, add)};
+    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
+    __syncthreads();
+    value = warps[0];
 #pragma unroll
-    for (float value : values) max = value > max ? value : max;
-    max = over_block(max, [](float a, float b) { return a > b ? a : b; });
-    const float shift = max == -INFINITY ? 0.0f : max;
-    float sum = 0.0f;
-#pragma unroll
-    for (float value : values) sum += exp_nonpositive(value - shift);
-    return {max, over_block(sum, [](float a, float b) { return a + b; })};
+    for (int warp = 1; warp < kThreads / 32; ++warp) {
+        value = {value.first + warps[warp].first, value.second + warps[warp].second};
+    }
+    return value;
+}
+
+// exp(x - max) of numbers up to max; 0 if there is none above -infinity.
+__device__ float exp_below(float x, float max) {
+    return __expf(x - (max == -INFINITY ? 0.0f : max));
 }
 
 __device__ void best_of_block(float& best, std::int32_t& token) {
@@ -101,44 +116,129 @@ __device__ void best_of_block(float& best, std::int32_t& token) {
     }
 }
 
+// A thread has vectors of 16 bytes of the slice, every 256th.
+template <typename Type>
+constexpr int kVector = 16 / static_cast<int>(sizeof(typename Type::Memory));
+
+template <typename Type>
+__device__ std::int64_t token_of(int i) {
+    constexpr int vector = kVector<Type>;
+    return blockIdx.x * kSampleSlice +
+           (static_cast<std::int64_t>(i / vector) * kThreads + threadIdx.x) * vector + i % vector;
+}
+
+template <typename Type>
+__device__ void load_slice(const SampledRows& rows, std::int64_t row, float (&values)[kScores]) {
+    using Memory = typename Type::Memory;
+    constexpr int vector = kVector<Type>;
+    const Memory* logits = static_cast<const Memory*>(rows.logits) + row * rows.row_stride;
+    const bool is_aligned = reinterpret_cast<std::uintptr_t>(logits) % 16 == 0;
+#pragma unroll
+    for (int i = 0; i < kScores; i += vector) {
+        const std::int64_t first = token_of<Type>(i);
+        if (is_aligned && first + vector <= rows.vocab_size) {
+            const uint4 bytes = __ldcs(reinterpret_cast<const uint4*>(logits + first));
+            Memory parts[vector];
+            memcpy(parts, &bytes, sizeof(bytes));
+#pragma unroll
+            for (int j = 0; j < vector; ++j) values[i + j] = Type::load(parts[j]);
+            continue;
+        }
+#pragma unroll
+        for (int j = 0; j < vector; ++j) {
+            const bool is_there = first + j < rows.vocab_size;
+            values[i + j] = is_there ? Type::load(logits[first + j]) : -INFINITY;
+        }
+    }
+}
+
+// Scores that a token is drawn from, in place of those of the logits.
+template <typename Type>
+__device__ void load_drawn_from(const SampledRows& rows, std::int64_t row,
+                                float (&scores)[kScores]) {
+    const float* from = rows.drawn_from + row * rows.vocab_size;
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) {
+        const std::int64_t token = token_of<Type>(i);
+        scores[i] = token < rows.vocab_size ? from[token] : -INFINITY;
+    }
+}
+
+// The largest of score plus noise. Where the bounds of the noise tell that a token cannot be it,
+// `least` (no more than score plus noise of one of the slice) is all that it is compared with: some
+// three in a slice are left.
+template <typename Type, bool kIsNoisy>
+__device__ void draw(const SampledRows& rows, NoiseKey key, const float (&scores)[kScores],
+                     float least, Found& found) {
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) {
+        const auto token = static_cast<std::int32_t>(token_of<Type>(i));
+        float value = scores[i];
+        if (kIsNoisy) {
+            const std::uint32_t bits = noise_bits(key, static_cast<std::uint32_t>(token));
+            if (value + gumbel_bounds(bits).high < least) continue;
+            value = value + gumbel_of_bits(bits);
+        }
+        keep_better(value, token, found.best, found.token);
+    }
+}
+
+template <typename Type>
+__device__ float least_of(NoiseKey key, const float (&scores)[kScores]) {
+    float least = -INFINITY;
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) {
+        const auto token = static_cast<std::uint32_t>(token_of<Type>(i));
+        least = larger(least, scores[i] + gumbel_bounds(noise_bits(key, token)).low);
+    }
+    return least;
+}
+
 // A block has a slice of a row.
 template <typename Type>
 __global__ __launch_bounds__(kThreads) void slice_kernel(SampledRows rows) {
+    cuda::let_next_begin();
+    cuda::wait_for_previous();
     const std::int64_t row = blockIdx.y;
-    const std::int64_t first = blockIdx.x * kSampleSlice + threadIdx.x;
-    const auto* logits =
-        static_cast<const typename Type::Memory*>(rows.logits) + row * rows.row_stride;
-    float values[kScores];
-#pragma unroll
-    for (int i = 0; i < kScores; ++i) {
-        const std::int64_t token = first + i * kThreads;
-        values[i] = token < rows.vocab_size ? Type::load(logits[token]) : -INFINITY;
-    }
-    Found found{};
-    found.logits = found.scores = softmax_of(values);
     const float temperature = rows.temperatures[row];
+    const bool is_drawn = rows.given[row] < 0;
+    const bool is_noisy = is_drawn && rows.noise_scales[row] != 0.0f;
+    const NoiseKey key = noise_key(rows.seeds[row], rows.positions[row]);
+    float scores[kScores];
+    load_slice<Type>(rows, row, scores);
+    float max = -INFINITY;
+#pragma unroll
+    for (float value : scores) max = larger(max, value);
+    max = largest_of_block(max);
+    Pair sums{0.0f, 0.0f};
+#pragma unroll
+    for (float value : scores) sums.first += exp_below(value, max);
+    // Dividing keeps the order, so the largest score is that of the largest logit.
+    const float score_max = temperature == 1.0f ? max : max / temperature;
     if (temperature != 1.0f) {
 #pragma unroll
-        for (float& value : values) value = value / temperature;
-        found.scores = softmax_of(values);
+        for (float& value : scores) {
+            value = value / temperature;
+            sums.second += exp_below(value, score_max);
+        }
     }
+    Found found{};
     found.best = -INFINITY;
     found.token = -1;
-    if (rows.given[row] < 0) {
-        const bool is_noisy = rows.noise_scales[row] != 0.0f;
-        const NoiseKey key = noise_key(rows.seeds[row], rows.positions[row]);
-#pragma unroll
-        for (int i = 0; i < kScores; ++i) {
-            const std::int64_t token = first + i * kThreads;
-            if (token >= rows.vocab_size) continue;
-            float value = values[i];
-            if (rows.drawn_from != nullptr) value = rows.drawn_from[row * rows.vocab_size + token];
-            if (is_noisy) value = value + gumbel_noise(key, static_cast<std::uint32_t>(token));
-            keep_better(value, static_cast<std::int32_t>(token), found.best, found.token);
+    if (is_drawn) {
+        if (rows.drawn_from != nullptr) load_drawn_from<Type>(rows, row, scores);
+        if (is_noisy) {
+            const float least = largest_of_block(least_of<Type>(key, scores));
+            draw<Type, true>(rows, key, scores, least, found);
+        } else {
+            draw<Type, false>(rows, key, scores, 0.0f, found);
         }
         best_of_block(found.best, found.token);
     }
+    sums = sum_of_block(sums);
     if (threadIdx.x == 0) {
+        found.logits = {max, sums.first};
+        found.scores = temperature == 1.0f ? found.logits : SoftmaxState{score_max, sums.second};
         static_cast<Found*>(rows.scratch)[row * gridDim.x + blockIdx.x] = found;
     }
 }
@@ -150,6 +250,8 @@ __device__ SoftmaxState shuffled(SoftmaxState state, int distance) {
 // A warp has a row: lanes join every 32nd slice in order, then the lanes as a tree.
 template <typename Type>
 __global__ __launch_bounds__(32) void row_kernel(SampledRows rows, int num_slices) {
+    cuda::let_next_begin();
+    cuda::wait_for_previous();
     const std::int64_t row = blockIdx.x;
     const auto* slices = static_cast<const Found*>(rows.scratch) + row * num_slices;
     Found total{{-INFINITY, 0.0f}, {-INFINITY, 0.0f}, -INFINITY, -1};
@@ -193,10 +295,10 @@ template <typename Type>
 void launch(const SampledRows& rows, cudaStream_t stream, int device) {
     const int num_slices = slices_of(rows.vocab_size);
     const dim3 grid(static_cast<unsigned>(num_slices), static_cast<unsigned>(rows.num_rows));
-    slice_kernel<Type><<<grid, kThreads, 0, stream>>>(rows);
-    cuda::check(cudaGetLastError(), "launch of slice_kernel", device);
-    row_kernel<Type><<<static_cast<unsigned>(rows.num_rows), 32, 0, stream>>>(rows, num_slices);
-    cuda::check(cudaGetLastError(), "launch of row_kernel", device);
+    cuda::launch_behind(slice_kernel<Type>, grid, kThreads, 0, stream, device,
+                        "launch of slice_kernel", rows);
+    cuda::launch_behind(row_kernel<Type>, dim3(static_cast<unsigned>(rows.num_rows)), 32, 0, stream,
+                        device, "launch of row_kernel", rows, num_slices);
 }
 
 }  // namespace
