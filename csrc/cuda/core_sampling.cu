@@ -1,9 +1,12 @@
-// Compiled without fused multiply-add: noise and exponentials have the CPU's bits.
+// Compiled without fused multiply-add: scores and noise, which decide the token, have the CPU's
+// bits.
 #include <cuda_runtime.h>
 
 #include <stdexcept>
 
+#include "attention_warp.cuh"
 #include "memory.cuh"
+#include "row_loads.cuh"
 #include "weightsync/attention_math.hpp"
 #include "weightsync/cuda_core.hpp"
 #include "weightsync/float_codecs.hpp"
@@ -67,16 +70,15 @@ __device__ float over_block(float value, Combine&& combine) {
     return value;
 }
 
-__device__ SoftmaxState softmax_of(const float (&values)[kScores]) {
-    float max = -INFINITY;
-#pragma unroll
-    for (float value : values) max = value > max ? value : max;
-    max = over_block(max, [](float a, float b) { return a > b ? a : b; });
-    const float shift = max == -INFINITY ? 0.0f : max;
+__device__ float larger(float a, float b) { return a > b ? a : b; }
+__device__ float added(float a, float b) { return a + b; }
+
+// Of exp((value - max) * scale), over the block.
+__device__ float sum_of_block(const float (&values)[kScores], float max, float scale_log2) {
     float sum = 0.0f;
 #pragma unroll
-    for (float value : values) sum += exp_nonpositive(value - shift);
-    return {max, over_block(sum, [](float a, float b) { return a + b; })};
+    for (float value : values) sum += cuda::exp2_fast((value - max) * scale_log2);
+    return over_block(sum, added);
 }
 
 __device__ void best_of_block(float& best, std::int32_t& token) {
@@ -101,42 +103,114 @@ __device__ void best_of_block(float& best, std::int32_t& token) {
     }
 }
 
+// A thread has kEight tokens side by side, and the next kEight after those of all other threads.
+__device__ std::int64_t token_at(int i) {
+    return blockIdx.x * kSampleSlice + i / cuda::kEight * (kThreads * cuda::kEight) +
+           threadIdx.x * cuda::kEight + i % cuda::kEight;
+}
+
+template <typename Type>
+__device__ void load_slice(const typename Type::Memory* logits, std::int64_t vocab_size,
+                           float (&values)[kScores]) {
+#pragma unroll
+    for (int i = 0; i < kScores; i += cuda::kEight) {
+        const std::int64_t left = vocab_size - token_at(i);
+        const int count = static_cast<int>(left < 0 ? 0 : min(left, std::int64_t{cuda::kEight}));
+        float some[cuda::kEight];
+        cuda::load_eight<Type>(logits + token_at(i), count, some);
+#pragma unroll
+        for (int j = 0; j < cuda::kEight; ++j) values[i + j] = j < count ? some[j] : -INFINITY;
+    }
+}
+
+constexpr float kLog2e = 1.44269504f;
+// Noise of 32 bits with n leading zeros is at most (n + 1) * log(2), and, if n > 0, at most 1.02
+// less; with room for rounding. A score that is estimated by a product is 2^-22 of it off at most.
+constexpr float kNoiseOfBit = 0.69315f;
+constexpr float kNoiseWidth = 1.04f;
+constexpr float kScoreError = 4e-6f;
+
+// Which token of a slice a row draws. Nearly all are ruled out by the most that their noise can be;
+// only the others' scores and noise are computed.
+template <typename Type>
+struct SliceDraw {
+    const SampledRows& rows;
+    std::int64_t row;
+    const typename Type::Memory* logits;
+    float temperature;
+    NoiseKey key;
+    bool is_noisy;
+
+    __device__ float score(std::int64_t token) const {
+        if (rows.drawn_from != nullptr) return rows.drawn_from[row * rows.vocab_size + token];
+        return Type::load(logits[token]) / temperature;
+    }
+
+    __device__ void draw(const float (&values)[kScores], float& best, std::int32_t& kept) const {
+        const float scale = 1.0f / temperature;
+        float most[kScores];
+        float bound = -INFINITY;  // that the best token's `most` is not much below
+#pragma unroll
+        for (int i = 0; i < kScores; ++i) {
+            const std::int64_t token = token_at(i);
+            most[i] = values[i] * scale;
+            if (rows.drawn_from != nullptr) {
+                most[i] = token < rows.vocab_size ? score(token) : -INFINITY;
+            }
+            int zeros = 1;
+            if (is_noisy) {
+                zeros = __clz(static_cast<int>(noise_bits(key, static_cast<std::uint32_t>(token))));
+                most[i] += static_cast<float>(zeros + 1) * kNoiseOfBit;
+            }
+            if (zeros > 0) bound = larger(most[i], bound);
+        }
+        bound = over_block(bound, larger);
+        bound -= (is_noisy ? kNoiseWidth : 0.0f) + fabsf(bound) * kScoreError;
+        std::uint32_t left = 0;
+#pragma unroll
+        for (int i = 0; i < kScores; ++i) left |= most[i] < bound ? 0u : 1u << i;
+        for (; left != 0; left &= left - 1) {
+            const std::int64_t token = token_at(__ffs(static_cast<int>(left)) - 1);
+            if (token >= rows.vocab_size) continue;
+            float value = score(token);
+            if (is_noisy) value = value + gumbel_noise(key, static_cast<std::uint32_t>(token));
+            keep_better(value, static_cast<std::int32_t>(token), best, kept);
+        }
+        best_of_block(best, kept);
+    }
+};
+
 // A block has a slice of a row.
 template <typename Type>
 __global__ __launch_bounds__(kThreads) void slice_kernel(SampledRows rows) {
+    cuda::let_next_begin();
+    cuda::wait_for_previous();
     const std::int64_t row = blockIdx.y;
-    const std::int64_t first = blockIdx.x * kSampleSlice + threadIdx.x;
     const auto* logits =
         static_cast<const typename Type::Memory*>(rows.logits) + row * rows.row_stride;
     float values[kScores];
+    load_slice<Type>(logits, rows.vocab_size, values);
+    float max = -INFINITY;
 #pragma unroll
-    for (int i = 0; i < kScores; ++i) {
-        const std::int64_t token = first + i * kThreads;
-        values[i] = token < rows.vocab_size ? Type::load(logits[token]) : -INFINITY;
-    }
+    for (float value : values) max = larger(value, max);
+    max = over_block(max, larger);
+    const float shift = max == -INFINITY ? 0.0f : max;
     Found found{};
-    found.logits = found.scores = softmax_of(values);
+    found.logits = found.scores = {max, sum_of_block(values, shift, kLog2e)};
     const float temperature = rows.temperatures[row];
     if (temperature != 1.0f) {
-#pragma unroll
-        for (float& value : values) value = value / temperature;
-        found.scores = softmax_of(values);
+        found.scores = {max / temperature, sum_of_block(values, shift, kLog2e / temperature)};
     }
     found.best = -INFINITY;
     found.token = -1;
     if (rows.given[row] < 0) {
-        const bool is_noisy = rows.noise_scales[row] != 0.0f;
-        const NoiseKey key = noise_key(rows.seeds[row], rows.positions[row]);
-#pragma unroll
-        for (int i = 0; i < kScores; ++i) {
-            const std::int64_t token = first + i * kThreads;
-            if (token >= rows.vocab_size) continue;
-            float value = values[i];
-            if (rows.drawn_from != nullptr) value = rows.drawn_from[row * rows.vocab_size + token];
-            if (is_noisy) value = value + gumbel_noise(key, static_cast<std::uint32_t>(token));
-            keep_better(value, static_cast<std::int32_t>(token), found.best, found.token);
-        }
-        best_of_block(found.best, found.token);
+        const SliceDraw<Type> slice{rows,
+                                    row,
+                                    logits,
+                                    temperature,
+                                    noise_key(rows.seeds[row], rows.positions[row]),
+                                    rows.noise_scales[row] != 0.0f};
+        slice.draw(values, found.best, found.token);
     }
     if (threadIdx.x == 0) {
         static_cast<Found*>(rows.scratch)[row * gridDim.x + blockIdx.x] = found;
@@ -150,6 +224,8 @@ __device__ SoftmaxState shuffled(SoftmaxState state, int distance) {
 // A warp has a row: lanes join every 32nd slice in order, then the lanes as a tree.
 template <typename Type>
 __global__ __launch_bounds__(32) void row_kernel(SampledRows rows, int num_slices) {
+    cuda::let_next_begin();
+    cuda::wait_for_previous();
     const std::int64_t row = blockIdx.x;
     const auto* slices = static_cast<const Found*>(rows.scratch) + row * num_slices;
     Found total{{-INFINITY, 0.0f}, {-INFINITY, 0.0f}, -INFINITY, -1};
@@ -193,10 +269,10 @@ template <typename Type>
 void launch(const SampledRows& rows, cudaStream_t stream, int device) {
     const int num_slices = slices_of(rows.vocab_size);
     const dim3 grid(static_cast<unsigned>(num_slices), static_cast<unsigned>(rows.num_rows));
-    slice_kernel<Type><<<grid, kThreads, 0, stream>>>(rows);
-    cuda::check(cudaGetLastError(), "launch of slice_kernel", device);
-    row_kernel<Type><<<static_cast<unsigned>(rows.num_rows), 32, 0, stream>>>(rows, num_slices);
-    cuda::check(cudaGetLastError(), "launch of row_kernel", device);
+    cuda::launch_behind(slice_kernel<Type>, grid, kThreads, 0, stream, device,
+                        "launch of slice_kernel", rows);
+    cuda::launch_behind(row_kernel<Type>, dim3(static_cast<unsigned>(rows.num_rows)), 32, 0, stream,
+                        device, "launch of row_kernel", rows, num_slices);
 }
 
 }  // namespace
