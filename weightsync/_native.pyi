@@ -328,6 +328,28 @@ def cuda_gate_rows(
     dtype: int, sizes: Sequence[int], pointers: Sequence[int], stream: int, device: int
 ) -> None: ...
 
+MAX_EXPERTS: int
+MAX_PICKS: int
+NUM_TILE_SHAPES: int
+
+def cuda_grouped_product(
+    is_gated: bool, sizes: Sequence[int], pointers: Sequence[int], stream: int, device: int
+) -> None: ...
+def grouped_tiles(
+    offsets: Sequence[int], weight_rows: int, shape: int
+) -> list[tuple[int, int, int, int]]: ...
+def tile_weights(shape: int, is_gated: bool) -> list[tuple[int, bool]]: ...
+def tile_shape_for(num_rows: int, num_experts: int) -> int: ...
+def cuda_route_rows(
+    is_normalised: bool, sizes: Sequence[int], pointers: Sequence[int], stream: int, device: int
+) -> None: ...
+def cuda_sort_picks(
+    sizes: Sequence[int], pointers: Sequence[int], stream: int, device: int
+) -> None: ...
+def cuda_combine_rows(
+    sizes: Sequence[int], pointers: Sequence[int], stream: int, device: int
+) -> None: ...
+
 MAX_PEERS: int
 MAILBOX_HEAD_BYTES: int
 

@@ -1,10 +1,12 @@
-// Compiled without fused multiply-add: scores and noise have the CPU's bits, so that tokens are the
-// same. Sums of exponentials have bits of their own.
+// Compiled without fused multiply-add: scores and noise, which decide the token, have the CPU's
+// bits.
 #include <cuda_runtime.h>
 
 #include <stdexcept>
 
+#include "attention_warp.cuh"
 #include "memory.cuh"
+#include "row_loads.cuh"
 #include "weightsync/attention_math.hpp"
 #include "weightsync/cuda_core.hpp"
 #include "weightsync/float_codecs.hpp"
@@ -54,44 +56,29 @@ __device__ float over_warp(float value, Combine&& combine) {
     return value;
 }
 
-struct Pair {
-    float first;
-    float second;
-};
+// Over the block, warps in order; the same on every thread.
+template <typename Combine>
+__device__ float over_block(float value, Combine&& combine) {
+    __shared__ float warps[kThreads / 32];
+    value = over_warp(value, combine);
+    __syncthreads();
+    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
+    __syncthreads();
+    value = warps[0];
+#pragma unroll
+    for (int warp = 1; warp < kThreads / 32; ++warp) value = combine(value, warps[warp]);
+    return value;
+}
 
 __device__ float larger(float a, float b) { return a > b ? a : b; }
+__device__ float added(float a, float b) { return a + b; }
 
-// The largest over the block, the same on every thread. NaN is passed over.
-__device__ float largest_of_block(float value) {
-    __shared__ float warps[kThreads / 32];
-    value = over_warp(value, larger);
-    __syncthreads();  // another call may still read
-    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
-    __syncthreads();
-    value = warps[0];
+// Of exp((value - max) * scale), over the block.
+__device__ float sum_of_block(const float (&values)[kScores], float max, float scale_log2) {
+    float sum = 0.0f;
 #pragma unroll
-    for (int warp = 1; warp < kThreads / 32; ++warp) value = larger(value, warps[warp]);
-    return value;
-}
-
-// Sums over the block, warps in order; on the first thread.
-__device__ Pair sum_of_block(Pair value) {
-    __shared__ Pair warps[kThreads / 32];
-    const auto add = [](float a, float b) { return a + b; };
-    value = {over_warp(value.first, add), over_warp(value.second, add)};
-    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
-    __syncthreads();
-    value = warps[0];
-#pragma unroll
-    for (int warp = 1; warp < kThreads / 32; ++warp) {
-        value = {value.first + warps[warp].first, value.second + warps[warp].second};
-    }
-    return value;
-}
-
-// exp(x - max) of numbers up to max; 0 if there is none above -infinity.
-__device__ float exp_below(float x, float max) {
-    return __expf(x - (max == -INFINITY ? 0.0f : max));
+    for (float value : values) sum += cuda::exp2_fast((value - max) * scale_log2);
+    return over_block(sum, added);
 }
 
 __device__ void best_of_block(float& best, std::int32_t& token) {
@@ -116,83 +103,82 @@ __device__ void best_of_block(float& best, std::int32_t& token) {
     }
 }
 
-// A thread has vectors of 16 bytes of the slice, every 256th.
-template <typename Type>
-constexpr int kVector = 16 / static_cast<int>(sizeof(typename Type::Memory));
-
-template <typename Type>
-__device__ std::int64_t token_of(int i) {
-    constexpr int vector = kVector<Type>;
-    return blockIdx.x * kSampleSlice +
-           (static_cast<std::int64_t>(i / vector) * kThreads + threadIdx.x) * vector + i % vector;
+// A thread has kEight tokens side by side, and the next kEight after those of all other threads.
+__device__ std::int64_t token_at(int i) {
+    return blockIdx.x * kSampleSlice + i / cuda::kEight * (kThreads * cuda::kEight) +
+           threadIdx.x * cuda::kEight + i % cuda::kEight;
 }
 
 template <typename Type>
-__device__ void load_slice(const SampledRows& rows, std::int64_t row, float (&values)[kScores]) {
-    using Memory = typename Type::Memory;
-    constexpr int vector = kVector<Type>;
-    const Memory* logits = static_cast<const Memory*>(rows.logits) + row * rows.row_stride;
-    const bool is_aligned = reinterpret_cast<std::uintptr_t>(logits) % 16 == 0;
+__device__ void load_slice(const typename Type::Memory* logits, std::int64_t vocab_size,
+                           float (&values)[kScores]) {
 #pragma unroll
-    for (int i = 0; i < kScores; i += vector) {
-        const std::int64_t first = token_of<Type>(i);
-        if (is_aligned && first + vector <= rows.vocab_size) {
-            const uint4 bytes = __ldcs(reinterpret_cast<const uint4*>(logits + first));
-            Memory parts[vector];
-            memcpy(parts, &bytes, sizeof(bytes));
+    for (int i = 0; i < kScores; i += cuda::kEight) {
+        const std::int64_t left = vocab_size - token_at(i);
+        const int count = static_cast<int>(left < 0 ? 0 : min(left, std::int64_t{cuda::kEight}));
+        float some[cuda::kEight];
+        cuda::load_eight<Type>(logits + token_at(i), count, some);
 #pragma unroll
-            for (int j = 0; j < vector; ++j) values[i + j] = Type::load(parts[j]);
-            continue;
+        for (int j = 0; j < cuda::kEight; ++j) values[i + j] = j < count ? some[j] : -INFINITY;
+    }
+}
+
+constexpr float kLog2e = 1.44269504f;
+// A score that is estimated by a product is 2^-22 of it off at most; what the bounds of noise leave
+// for rounding covers scores up to some hundreds, this the larger ones.
+constexpr float kScoreError = 4e-6f;
+
+// Which token of a slice a row draws. Nearly all are ruled out by the most that their noise can be;
+// only the others' scores and noise are computed.
+template <typename Type>
+struct SliceDraw {
+    const SampledRows& rows;
+    std::int64_t row;
+    const typename Type::Memory* logits;
+    float temperature;
+    NoiseKey key;
+    bool is_noisy;
+
+    __device__ float score(std::int64_t token) const {
+        if (rows.drawn_from != nullptr) return rows.drawn_from[row * rows.vocab_size + token];
+        return Type::load(logits[token]) / temperature;
+    }
+
+    __device__ void draw(const float (&values)[kScores], float& best, std::int32_t& kept) const {
+        const float scale = 1.0f / temperature;
+        float most[kScores];
+        float bound = -INFINITY;  // that the best token's `most` is not below
+#pragma unroll
+        for (int i = 0; i < kScores; ++i) {
+            const std::int64_t token = token_at(i);
+            most[i] = values[i] * scale;
+            if (rows.drawn_from != nullptr) {
+                most[i] = token < rows.vocab_size ? score(token) : -INFINITY;
+            }
+            float least = most[i];
+            if (is_noisy) {
+                const NoiseBounds noise =
+                    gumbel_bounds(noise_bits(key, static_cast<std::uint32_t>(token)));
+                least += noise.low;
+                most[i] += noise.high;
+            }
+            bound = larger(least, bound);
         }
+        bound = over_block(bound, larger);
+        bound -= fabsf(bound) * kScoreError;
+        std::uint32_t left = 0;
 #pragma unroll
-        for (int j = 0; j < vector; ++j) {
-            const bool is_there = first + j < rows.vocab_size;
-            values[i + j] = is_there ? Type::load(logits[first + j]) : -INFINITY;
+        for (int i = 0; i < kScores; ++i) left |= most[i] < bound ? 0u : 1u << i;
+        for (; left != 0; left &= left - 1) {
+            const std::int64_t token = token_at(__ffs(static_cast<int>(left)) - 1);
+            if (token >= rows.vocab_size) continue;
+            float value = score(token);
+            if (is_noisy) value = value + gumbel_noise(key, static_cast<std::uint32_t>(token));
+            keep_better(value, static_cast<std::int32_t>(token), best, kept);
         }
+        best_of_block(best, kept);
     }
-}
-
-// Scores that a token is drawn from, in place of those of the logits.
-template <typename Type>
-__device__ void load_drawn_from(const SampledRows& rows, std::int64_t row,
-                                float (&scores)[kScores]) {
-    const float* from = rows.drawn_from + row * rows.vocab_size;
-#pragma unroll
-    for (int i = 0; i < kScores; ++i) {
-        const std::int64_t token = token_of<Type>(i);
-        scores[i] = token < rows.vocab_size ? from[token] : -INFINITY;
-    }
-}
-
-// The largest of score plus noise. Where the bounds of the noise tell that a token cannot be it,
-// `least` (no more than score plus noise of one of the slice) is all that it is compared with: some
-// three in a slice are left.
-template <typename Type, bool kIsNoisy>
-__device__ void draw(const SampledRows& rows, NoiseKey key, const float (&scores)[kScores],
-                     float least, Found& found) {
-#pragma unroll
-    for (int i = 0; i < kScores; ++i) {
-        const auto token = static_cast<std::int32_t>(token_of<Type>(i));
-        float value = scores[i];
-        if (kIsNoisy) {
-            const std::uint32_t bits = noise_bits(key, static_cast<std::uint32_t>(token));
-            if (value + gumbel_bounds(bits).high < least) continue;
-            value = value + gumbel_of_bits(bits);
-        }
-        keep_better(value, token, found.best, found.token);
-    }
-}
-
-template <typename Type>
-__device__ float least_of(NoiseKey key, const float (&scores)[kScores]) {
-    float least = -INFINITY;
-#pragma unroll
-    for (int i = 0; i < kScores; ++i) {
-        const auto token = static_cast<std::uint32_t>(token_of<Type>(i));
-        least = larger(least, scores[i] + gumbel_bounds(noise_bits(key, token)).low);
-    }
-    return least;
-}
+};
 
 // A block has a slice of a row.
 template <typename Type>
@@ -200,45 +186,33 @@ __global__ __launch_bounds__(kThreads) void slice_kernel(SampledRows rows) {
     cuda::let_next_begin();
     cuda::wait_for_previous();
     const std::int64_t row = blockIdx.y;
-    const float temperature = rows.temperatures[row];
-    const bool is_drawn = rows.given[row] < 0;
-    const bool is_noisy = is_drawn && rows.noise_scales[row] != 0.0f;
-    const NoiseKey key = noise_key(rows.seeds[row], rows.positions[row]);
-    float scores[kScores];
-    load_slice<Type>(rows, row, scores);
+    const auto* logits =
+        static_cast<const typename Type::Memory*>(rows.logits) + row * rows.row_stride;
+    float values[kScores];
+    load_slice<Type>(logits, rows.vocab_size, values);
     float max = -INFINITY;
 #pragma unroll
-    for (float value : scores) max = larger(max, value);
-    max = largest_of_block(max);
-    Pair sums{0.0f, 0.0f};
-#pragma unroll
-    for (float value : scores) sums.first += exp_below(value, max);
-    // Dividing keeps the order, so the largest score is that of the largest logit.
-    const float score_max = temperature == 1.0f ? max : max / temperature;
-    if (temperature != 1.0f) {
-#pragma unroll
-        for (float& value : scores) {
-            value = value / temperature;
-            sums.second += exp_below(value, score_max);
-        }
-    }
+    for (float value : values) max = larger(value, max);
+    max = over_block(max, larger);
+    const float shift = max == -INFINITY ? 0.0f : max;
     Found found{};
+    found.logits = found.scores = {max, sum_of_block(values, shift, kLog2e)};
+    const float temperature = rows.temperatures[row];
+    if (temperature != 1.0f) {
+        found.scores = {max / temperature, sum_of_block(values, shift, kLog2e / temperature)};
+    }
     found.best = -INFINITY;
     found.token = -1;
-    if (is_drawn) {
-        if (rows.drawn_from != nullptr) load_drawn_from<Type>(rows, row, scores);
-        if (is_noisy) {
-            const float least = largest_of_block(least_of<Type>(key, scores));
-            draw<Type, true>(rows, key, scores, least, found);
-        } else {
-            draw<Type, false>(rows, key, scores, 0.0f, found);
-        }
-        best_of_block(found.best, found.token);
+    if (rows.given[row] < 0) {
+        const SliceDraw<Type> slice{rows,
+                                    row,
+                                    logits,
+                                    temperature,
+                                    noise_key(rows.seeds[row], rows.positions[row]),
+                                    rows.noise_scales[row] != 0.0f};
+        slice.draw(values, found.best, found.token);
     }
-    sums = sum_of_block(sums);
     if (threadIdx.x == 0) {
-        found.logits = {max, sums.first};
-        found.scores = temperature == 1.0f ? found.logits : SoftmaxState{score_max, sums.second};
         static_cast<Found*>(rows.scratch)[row * gridDim.x + blockIdx.x] = found;
     }
 }

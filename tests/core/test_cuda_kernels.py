@@ -226,6 +226,21 @@ def test_tokens_of_flat_and_of_steep_rows_are_those_of_the_cpu(scale: float, top
     assert len(expected) == 64
 
 
+def test_among_equal_scores_the_same_token_as_on_the_cpu() -> None:
+    torch.manual_seed(0)
+    logits = (torch.randn(8, 20_000) * 2).round().bfloat16()
+    logits[6:] *= 1000
+    rows = [
+        SampleRow(SamplingParams(temperature=(0.0, 0.01, 3.0)[i % 3]), seed=i, position=9)
+        for i in range(8)
+    ]
+    for mine, theirs in zip(sample(logits.to(ON), rows), sample(logits, rows), strict=True):
+        assert mine is not None
+        assert theirs is not None
+        assert mine.token == theirs.token
+        assert mine.log_prob == pytest.approx(theirs.log_prob, abs=2e-5)
+
+
 def test_rows_without_a_distribution_and_tokens_that_are_ruled_out() -> None:
     logits = torch.zeros(5, 9000)
     logits[0, 7] = torch.nan
