@@ -6,7 +6,7 @@
 
 #include "attention_warp.cuh"
 #include "memory.cuh"
-#include "row_loads.cuh"
+#include "row_parts.cuh"
 #include "weightsync/attention_math.hpp"
 #include "weightsync/cuda_core.hpp"
 #include "weightsync/float_codecs.hpp"

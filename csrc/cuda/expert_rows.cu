@@ -5,6 +5,7 @@
 #include <stdexcept>
 
 #include "memory.cuh"
+#include "row_parts.cuh"
 #include "weightsync/attention_math.hpp"
 #include "weightsync/expert_rows.hpp"
 #include "weightsync/float_codecs.hpp"
@@ -13,9 +14,12 @@ namespace weightsync {
 namespace {
 
 using cuda::as_stream;
+using cuda::blocks_for;
 using cuda::checked_device;
 using cuda::DeviceScope;
+using cuda::kEight;
 using cuda::launch_behind;
+using cuda::warp_total;
 
 constexpr unsigned kAll = 0xFFFFFFFFu;
 constexpr int kRouteWarps = 4;
@@ -23,7 +27,6 @@ constexpr int kSortThreads = 1024;
 constexpr int kSortedRows = 256;  // at a time
 constexpr int kWords = kSortedRows / 32;
 constexpr int kCombineThreads = 128;
-constexpr int kEight = 8;
 
 // Larger for larger numbers and, of equal ones, for the first expert; never 0. NaN is largest.
 __device__ std::uint64_t rank_of(float logit, std::uint32_t expert) {
@@ -40,13 +43,6 @@ __device__ float warp_max(float value) {
     for (int distance = 16; distance > 0; distance /= 2) {
         const float other = __shfl_xor_sync(kAll, value, distance);
         value = other > value ? other : value;
-    }
-    return value;
-}
-__device__ float warp_sum(float value) {
-#pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) {
-        value += __shfl_xor_sync(kAll, value, distance);
     }
     return value;
 }
@@ -88,7 +84,7 @@ __global__ __launch_bounds__(kRouteWarps * 32) void route_kernel(RoutedRows rows
         values[i] = lane + 32 * i < num_experts ? exp_nonpositive(values[i] - max) : 0.0f;
         total += values[i];
     }
-    total = warp_sum(total);
+    total = warp_total(total);
 
     int picked = num_experts;  // of lane i < num_picks, the i-th pick's expert
     float weight = 0.0f;
@@ -235,10 +231,6 @@ void check_experts(std::int64_t num_experts, std::int64_t num_picks) {
     if (num_experts < 1 || num_experts > kMaxExperts || num_picks < 1 || num_picks > kMaxPicks) {
         throw std::invalid_argument("experts: 1 to 512, of which a row goes to 1 to 32");
     }
-}
-
-unsigned blocks_for(std::int64_t work, std::int64_t a_block) {
-    return static_cast<unsigned>((work + a_block - 1) / a_block);
 }
 
 }  // namespace

@@ -17,7 +17,6 @@ using namespace cuda;
 constexpr int kStepElements = 64;  // of `inner` that a stage has
 constexpr int kPieces = kStepElements / 8;
 constexpr int kRowBytes = kStepElements * 2;
-constexpr int kNumStages = 4;
 
 // Weights are the side of sixteen of a matrix instruction, rows of states that of eight. A warp has
 // kMTiles times sixteen weights and kPairs times two times eight rows.
@@ -37,9 +36,9 @@ struct Tiling {
     static_assert(kMTiles % 2 == 0);  // gate and up of an element are in one lane
     static_assert(16 % loaded_rows == 0 && rows % loaded_rows == 0);
 };
-using Few = Tiling<0, 2, 1, 2, 1, kNumStages>;
-using Some = Tiling<1, 4, 1, 2, 2, kNumStages>;
-using More = Tiling<2, 4, 1, 2, 4, kNumStages>;
+using Few = Tiling<0, 2, 1, 2, 1, 6>;
+using Some = Tiling<1, 4, 1, 2, 2, 4>;
+using More = Tiling<2, 4, 1, 2, 4, 4>;
 using Many = Tiling<3, 2, 2, 4, 4, 3>;
 
 // Of the lists in shared memory that tell where tiles are.

@@ -1,9 +1,13 @@
-// Elements of a row by a thread, eight at a time.
+// What kernels of rows share.
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <stdexcept>
+
+#include "weightsync/float_codecs.hpp"
+#include "weightsync/gate.hpp"
 
 namespace weightsync::cuda {
 
@@ -31,6 +35,36 @@ __device__ void load_eight(const typename Type::Memory* source, int count,
     }
 #pragma unroll
     for (int i = 0; i < kEight; ++i) values[i] = i < count ? Type::load(source[i]) : 0.0f;
+}
+
+inline __device__ float warp_total(float value) {
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) {
+        value += __shfl_xor_sync(0xFFFFFFFFu, value, distance);
+    }
+    return value;
+}
+
+inline __device__ float norm_scale(float squares, std::int64_t width, float eps) {
+    return 1.0f / sqrtf(squares / static_cast<float>(width) + eps);
+}
+
+// Calls `launch` with the codec of a dtype.
+template <typename Launch>
+void with_type(FloatType dtype, Launch&& launch) {
+    switch (dtype) {
+        case FloatType::fp32:
+            return launch(Fp32{});
+        case FloatType::bf16:
+            return launch(Bf16{});
+        case FloatType::fp16:
+            return launch(Fp16{});
+    }
+    throw std::invalid_argument("row kernels: unknown dtype");
+}
+
+inline unsigned blocks_for(std::int64_t work, std::int64_t a_block) {
+    return static_cast<unsigned>((work + a_block - 1) / a_block);
 }
 
 }  // namespace weightsync::cuda
