@@ -6,7 +6,7 @@ the weights is read through the host, but the spans that a device does not decod
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -80,12 +80,16 @@ def _block_rows(meta: TensorMeta, ptr: int) -> npt.NDArray[np.int64]:
 
 
 class DeviceDeltas:
-    """What deltas do to tensors of a device. ``writes`` by tensor; valid until :meth:`close`."""
+    """What deltas do to tensors of a device. ``writes`` by tensor; valid until :meth:`close`.
+    ``seconds``: where the time went."""
 
     def __init__(
-        self, writes: Sequence[Sequence[DeviceWrite | DecodedWrite]], decoded: DecodedSpans
+        self,
+        writes: Sequence[Sequence[DeviceWrite | DecodedWrite]],
+        decoded: DecodedSpans,
+        seconds: Mapping[str, float],
     ) -> None:
-        self.writes, self._decoded = writes, decoded
+        self.writes, self._decoded, self.seconds = writes, decoded, seconds
 
     def close(self) -> None:
         """Free what was decoded. Idempotent."""
@@ -93,21 +97,26 @@ class DeviceDeltas:
 
 
 def decode_there(
-    deltas: Sequence[LiveDelta], digests: Sequence[Digests], device: str
+    deltas: Sequence[LiveDelta],
+    digests: Sequence[Digests],
+    device: str,
+    *,
+    buffer: Bytes | None = None,
+    num_threads: int = 1,
 ) -> DeviceDeltas:
-    """``digests`` are the block digests of the live tensors. Nothing is written.
+    """``digests`` are the block digests of the live tensors; ``buffer`` is as in :class:`CodedSpans`.
+    Nothing is written.
 
     Raises :class:`IntegrityError` naming a tensor that would not be what it must be: a record is
     damaged, or live weights are not its base.
     """
-    places = [place for delta in deltas for place, _ in delta.records]
     parts = [
         span_digests(found, place)
         for delta, found in zip(deltas, digests, strict=True)
         for place, _ in delta.records
     ]
     coded = CodedSpans(
-        places,
+        [place for delta in deltas for place, _ in delta.records],
         [record for delta in deltas for _, record in delta.records],
         [
             delta.ptr + place.start_element * place.kind.element_bytes
@@ -115,14 +124,16 @@ def decode_there(
             for place, _ in delta.records
         ],
         np.concatenate([np.zeros(0, dtype=np.uint64), *parts]),
+        buffer,
     )
     decoder = SpanDecoder(device)
     try:
-        decoded = decoder.decode(coded)
+        decoded = decoder.decode(coded, num_threads)
+        seconds = decoder.seconds
     finally:
         decoder.close()
     try:
-        return DeviceDeltas(_settle(deltas, digests, coded, decoded, device), decoded)
+        return DeviceDeltas(_settle(deltas, digests, coded, decoded, device), decoded, seconds)
     except BaseException:
         decoded.close()
         raise

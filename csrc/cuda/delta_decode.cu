@@ -1,6 +1,5 @@
 // Blocks of many spans back to changes; see delta_team_decode.hpp for the steps,
 // delta_decode_twin.cpp for the same without a device.
-#include <chrono>
 
 #include "delta_device.cuh"
 #include "weightsync/delta_block_work.hpp"
@@ -178,11 +177,6 @@ __global__ __launch_bounds__(kDeltaThreads) void decode_kernel(Launch launch) {
         delta_end_block(unit, shared.digest, block.state, state,
                         launch.digests + launch.first_block[unit.row] + unit.block);
     }
-}
-
-double now_s() {
-    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch())
-        .count();
 }
 
 }  // namespace

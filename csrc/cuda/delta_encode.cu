@@ -1,7 +1,6 @@
 // Blocks of many spans to bits; see delta_block_work.hpp for the steps, delta_twin.cpp for the same
 // without a device.
 #include <algorithm>
-#include <chrono>
 
 #include "delta_device.cuh"
 #include "weightsync/delta_block_work.hpp"
@@ -292,11 +291,6 @@ __global__ __launch_bounds__(256) void sample_kernel(const DeltaSpanRow* rows,
 }
 
 constexpr std::size_t kSampleBytes = 256 * (kDeltaMaxTypical + 1) * sizeof(std::uint32_t);
-
-double now_s() {
-    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch())
-        .count();
-}
 
 }  // namespace
 

@@ -6,6 +6,7 @@ the blocks would have. What a device cannot do, it says (:class:`Outcome`), and 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -21,15 +22,15 @@ from weightsync.codec.spans import Bytes, Digests
 from weightsync.device_tables import (
     CPU,
     DeviceMemory,
+    copy_memory,
     cuda_errors,
     cuda_index,
     read_bytes,
     stream_of,
-    write_bytes,
 )
 from weightsync.native_delta import Place
 
-_PADDING_BYTES: Final = 16  # behind the last record: whole words are read
+PADDING_BYTES: Final = 16  # behind the last record: whole words are read
 
 
 class Outcome(Enum):
@@ -56,12 +57,14 @@ _OUTCOMES = tuple(Outcome)
 @dataclass(frozen=True, eq=False)
 class CodedSpans:
     """Spans with their records in host memory. ``old_ptrs`` are addresses of the device and multiples of
-    16; ``digests`` (uint64, all blocks of the spans in turn) are those of the old blocks."""
+    16; ``digests`` (uint64, all blocks of the spans in turn) are those of the old blocks. ``buffer``: what
+    all records lie in, with ``PADDING_BYTES`` behind the last; None: they are brought together."""
 
     places: Sequence[Place]
     records: Sequence[Bytes]
     old_ptrs: Sequence[int]
     digests: Digests
+    buffer: Bytes | None = None
 
 
 @dataclass(frozen=True)
@@ -105,8 +108,9 @@ class SpanDecoder:
         self._stream = 0 if device == CPU else stream_of(index)
         with cuda_errors(device):
             self._core: Any = native.extension.DeltaDecoder(index)
+        self._upload_s = 0.0
 
-    def decode(self, coded: CodedSpans) -> DecodedSpans:
+    def decode(self, coded: CodedSpans, num_threads: int = 1) -> DecodedSpans:
         """By span what became of it, and where its changes lie.
 
         Memory of the device: the records, and position and value of each change. Raises
@@ -116,12 +120,14 @@ class SpanDecoder:
         offsets, room = _offsets(coded.places, counts)
         memory, base = self._room(room)
         try:
-            packed, starts = _packed(coded.records)
+            packed, starts = _packed(coded)
             held, records_ptr = self._room(packed.size)
             try:
-                write_bytes(records_ptr, packed.tobytes(), self._device)
+                start_s = time.perf_counter()
+                copy_memory(records_ptr, packed.ctypes.data, packed.size, self._device, num_threads)
+                self._upload_s = time.perf_counter() - start_s
                 rows = _rows(coded, [records_ptr + s for s in starts], base, offsets)
-                outcomes, digests = self._run(rows, packed, starts, coded)
+                outcomes, digests = self._run(rows, packed, starts, coded, num_threads)
             finally:
                 if isinstance(held, DeviceMemory):
                     held.close()
@@ -141,6 +147,7 @@ class SpanDecoder:
         packed: Bytes,
         starts: Sequence[int],
         coded: CodedSpans,
+        num_threads: int,
     ) -> tuple[list[Outcome], Digests]:
         inputs = np.zeros((len(rows), 2), dtype=np.uint64)
         inputs[:, 0] = [packed.ctypes.data + start for start in starts]
@@ -150,7 +157,7 @@ class SpanDecoder:
         with cuda_errors(self._device):
             self._core.run(
                 rows.ctypes.data, inputs.ctypes.data, len(rows), digests.ctypes.data,
-                codes.ctypes.data, self._stream,
+                codes.ctypes.data, self._stream, num_threads,
             )  # fmt: skip
         return [_OUTCOMES[code] for code in codes.tolist()], digests
 
@@ -165,7 +172,8 @@ class SpanDecoder:
     @property
     def seconds(self) -> dict[str, float]:
         """Where the time of the last call on a device went."""
-        return dict(zip(("tables_s", "blocks_s", "copy_s"), self._core.seconds(), strict=False))
+        names = ("index_s", "tables_s", "blocks_s", "copy_s")
+        return {"upload_s": self._upload_s} | dict(zip(names, self._core.seconds(), strict=False))
 
     def close(self) -> None:
         """Free what lies on the device. Idempotent."""
@@ -189,14 +197,17 @@ def _offsets(places: Sequence[Place], counts: Sequence[int]) -> tuple[list[tuple
     return found, used
 
 
-def _packed(records: Sequence[Bytes]) -> tuple[Bytes, list[int]]:
-    """All records in one piece, each at a multiple of 16, with room behind."""
+def _packed(coded: CodedSpans) -> tuple[Bytes, list[int]]:
+    """All records in one piece of memory, with room behind, and where each begins."""
+    if coded.buffer is not None:
+        base = coded.buffer.ctypes.data
+        return coded.buffer, [r.__array_interface__["data"][0] - base for r in coded.records]
     starts, used = [], 0
-    for record in records:
+    for record in coded.records:
         starts.append(used)
-        used += -(-record.size // 16) * 16
-    packed = np.zeros(used + _PADDING_BYTES, dtype=np.uint8)
-    for start, record in zip(starts, records, strict=True):
+        used += record.size
+    packed = np.zeros(used + PADDING_BYTES, dtype=np.uint8)
+    for start, record in zip(starts, coded.records, strict=True):
         packed[start : start + record.size] = record
     return packed, starts
 
@@ -222,4 +233,4 @@ def _rows(
     ).reshape(-1, 10)  # fmt: skip
 
 
-__all__ = ["CodedSpans", "DecodedSpan", "DecodedSpans", "Outcome", "SpanDecoder"]
+__all__ = ["PADDING_BYTES", "CodedSpans", "DecodedSpan", "DecodedSpans", "Outcome", "SpanDecoder"]

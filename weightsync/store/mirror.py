@@ -125,7 +125,11 @@ class Mirror:
         )
 
     def advance(
-        self, records: Records, former: Mapping[str, Digests], digests: Mapping[str, Digests]
+        self,
+        records: Records,
+        former: Mapping[str, Digests],
+        digests: Mapping[str, Digests],
+        num_threads: int,
     ) -> None:
         """Become the version that ``records`` lead to: its block digests are ``digests``, those of the
         one that lies here ``former``.
@@ -143,7 +147,8 @@ class Mirror:
             )
             for name in changed
         ]
-        found = decode_there(deltas, [former[name] for name in changed], self.device)
+        olds = [former[name] for name in changed]
+        found = decode_there(deltas, olds, self.device, num_threads=num_threads)
         try:
             patch = DevicePatch([w for writes in found.writes for w in writes], self.device)
             patch.put()

@@ -57,7 +57,7 @@ class Snapshot:
         :class:`IntegrityError` if they do not lead there; it is neither version then."""
         records = encoded.records or {}
         if self.mirror is not None:
-            self.mirror.advance(records, self.digests, encoded.digests)
+            self.mirror.advance(records, self.digests, encoded.digests, num_threads)
             if encoded.payload is not None:  # nobody looks at the records any more
                 self.mirror.recycle(encoded.payload)
             return
