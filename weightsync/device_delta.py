@@ -26,6 +26,8 @@ from weightsync.types import TensorMeta
 #: Of the address of a tensor that is decoded where it lies, bytes.
 DECODE_ALIGNMENT: Final = 16
 
+_NONE: Final[Digests] = np.zeros(0, dtype=np.uint64)
+
 Records = Sequence[tuple[Place, Bytes]]
 
 
@@ -110,11 +112,6 @@ def decode_there(
     Raises :class:`IntegrityError` naming a tensor that would not be what it must be: a record is
     damaged, or live weights are not its base.
     """
-    parts = [
-        span_digests(found, place)
-        for delta, found in zip(deltas, digests, strict=True)
-        for place, _ in delta.records
-    ]
     coded = CodedSpans(
         [place for delta in deltas for place, _ in delta.records],
         [record for delta in deltas for _, record in delta.records],
@@ -123,7 +120,7 @@ def decode_there(
             for delta in deltas
             for place, _ in delta.records
         ],
-        np.concatenate([np.zeros(0, dtype=np.uint64), *parts]),
+        np.concatenate([_NONE, *map(_digests_of, deltas, digests)]),
         buffer,
     )
     decoder = SpanDecoder(device)
@@ -146,26 +143,37 @@ def _settle(
     decoded: DecodedSpans,
     device: str,
 ) -> list[list[DeviceWrite | DecodedWrite]]:
+    """What each delta writes. Raises if anything would not be what it must."""
     found: list[list[DeviceWrite | DecodedWrite]] = []
     number = first = 0
     for delta, old in zip(deltas, digests, strict=True):
         writes: list[DeviceWrite | DecodedWrite] = []
-        new = old.copy()
+        begin = first
         for place, record in delta.records:
-            target_ptr, span = coded.old_ptrs[number], decoded.spans[number]
-            part = span_digests(new, place)
+            span, width = decoded.spans[number], place.kind.element_bytes
+            target_ptr, end = coded.old_ptrs[number], first + place.num_blocks
             if span.outcome is Outcome.DECODED:
-                part[:] = decoded.digests[first : first + place.num_blocks]
-                width = place.kind.element_bytes
                 writes.append(
                     DecodedWrite(target_ptr, span.positions_ptr, span.values_ptr, span.count, width)
                 )
             else:
-                writes.append(_decode_here(delta.meta, place, record, target_ptr, part, device))
-            number, first = number + 1, first + place.num_blocks
-        _check(delta, new)
+                new = decoded.digests[first:end]
+                new[:] = coded.digests[first:end]
+                writes.append(_decode_here(delta.meta, place, record, target_ptr, new, device))
+            number, first = number + 1, end
+        parts = (old, coded.digests[begin:first], decoded.digests[begin:first])
+        unchanged, before, after = (int(d.sum(dtype=np.uint64)) for d in parts)
+        _check(delta, (unchanged - before + after) % (1 << 64))
         found.append([write for write in writes if write.count])
     return found
+
+
+def _digests_of(delta: LiveDelta, digests: Digests) -> Digests:
+    """Of the blocks that its records are of."""
+    places = [place for place, _ in delta.records]
+    if sum(place.num_blocks for place in places) == digests.size:
+        return digests
+    return np.concatenate([_NONE, *(span_digests(digests, place) for place in places)])
 
 
 def _decode_here(
@@ -181,8 +189,7 @@ def _decode_here(
     return DeviceWrite(ptr, changes.positions, changes.values.view(f"u{width}"))
 
 
-def _check(delta: LiveDelta, digests: Digests) -> None:
-    result = int(digests.sum(dtype=np.uint64))
+def _check(delta: LiveDelta, result: int) -> None:
     if result != delta.digest:
         raise IntegrityError(
             f"{delta.meta.name!r} would digest to {result:016x}, expected {delta.digest or 0:016x}: the "
