@@ -18,10 +18,9 @@ namespace {
 
 void check_row(const DeltaDecodeRow& row, std::int64_t i) {
     if (row.kind > static_cast<std::uint64_t>(DeltaKind::float32) || row.old_ptr % 16 != 0) {
-        throw std::invalid_argument("delta: row " + std::to_string(i) + " has kind " +
-                                    std::to_string(row.kind) + " and address " +
-                                    std::to_string(row.old_ptr) +
-                                    ", expected 0..3 and a multiple of 16");
+        throw std::invalid_argument(
+            "delta: row " + std::to_string(i) + " has kind " + std::to_string(row.kind) +
+            " and address " + std::to_string(row.old_ptr) + ", expected 0..3 and a multiple of 16");
     }
     validate_delta_place(row.place());
 }
