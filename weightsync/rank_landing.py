@@ -82,6 +82,7 @@ class Lander:
         data: Bytes = self._local.buffer[:size]
         read_exactly(path, offset, data)
         copy_memory(ptr, data.ctypes.data, size, self._device)
+        reach("follow.landed")
 
     # --- through the host -----------------------------------------------------------------------------
 
