@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 from bench_parts.command import has_gpus, write_figures
-from delta_encode_cuda import DEVICE, ROUNDS, arguments, draw
+from delta_encode_cuda import DEVICE, DRAWN, ROUNDS, arguments, draw
 
+from weightsync.codec.device_decode import PADDING_BYTES
 from weightsync.codec.device_encode import DeviceSpans, SpanEncoder
 from weightsync.codec.spans import spans_of
 from weightsync.device_delta import DeviceDeltas, LiveDelta, LiveDigests, decode_there
@@ -36,8 +37,16 @@ def timed(act: Callable[[], Any], seconds: list[float]) -> Any:
     return found
 
 
-def coded(meta: TensorMeta, old: Any, new: Any, digests: Any, threads: int) -> list[Any]:
-    """The records of all spans, on the host."""
+def is_equal(old: Any, new: Any) -> bool:
+    """In parts: comparing makes a tensor of what is compared."""
+    parts = zip(old.split(DRAWN), new.split(DRAWN), strict=True)
+    return all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in parts)
+
+
+def coded(
+    meta: TensorMeta, old: Any, new: Any, digests: Any, threads: int
+) -> tuple[Any, list[Any]]:
+    """The records of all spans in one piece of memory of the host, as they are read from files."""
     places = list(spans_of(meta))
     encoder = SpanEncoder(DEVICE)
     offsets = [2 * p.start_element for p in places]
@@ -48,13 +57,16 @@ def coded(meta: TensorMeta, old: Any, new: Any, digests: Any, threads: int) -> l
         digests,
     )
     results = encoder.encode(spans, threads)
-    found = [
-        (place, np.frombuffer(record, dtype=np.uint8))
-        for place, (_, record) in zip(places, results, strict=True)
-        if record is not None
-    ]
+    known = [(p, r) for p, (_, r) in zip(places, results, strict=True) if r is not None]
+    buffer = np.zeros(sum(len(r) for _, r in known) + PADDING_BYTES, dtype=np.uint8)
+    found, start = [], 0
+    for place, record in known:
+        part = buffer[start : start + len(record)]
+        part[:] = np.frombuffer(record, dtype=np.uint8)
+        found.append((place, part))
+        start += len(record)
     encoder.close()
-    return found
+    return buffer, found
 
 
 def measure(elements: int, share: float, threads: int) -> dict[str, Any]:
@@ -64,7 +76,7 @@ def measure(elements: int, share: float, threads: int) -> dict[str, Any]:
     live = LiveDigests([(meta, old.data_ptr())], DEVICE)
     (before,) = live.compute(threads)
     after = before.copy()
-    records = coded(meta, old, new, after, threads)
+    buffer, records = coded(meta, old, new, after, threads)
     delta = LiveDelta(meta, old.data_ptr(), records, int(after.sum(dtype=np.uint64)))
     seconds: dict[str, list[float]] = {
         name: [] for name in ("read old", "digest of all blocks", "decode", "exchange", "take back")
@@ -74,15 +86,18 @@ def measure(elements: int, share: float, threads: int) -> dict[str, Any]:
         timed(lambda: old.view(torch.int32).amax(), seconds["read old"])
         (digests,) = timed(lambda: live.compute(threads), seconds["digest of all blocks"])
         found: DeviceDeltas = timed(
-            partial(decode_there, [delta], [digests], DEVICE), seconds["decode"]
+            partial(decode_there, [delta], [digests], DEVICE, buffer=buffer, num_threads=threads),
+            seconds["decode"],
         )
+        for name, spent_s in found.seconds.items():
+            seconds.setdefault(f"  {name[:-2]}", []).append(spent_s)
         writes = found.writes[0]
         changed = sum(write.count for write in writes)
         on_host = sum(not isinstance(write, DecodedWrite) for write in writes)
         patch = DevicePatch(writes, DEVICE)
         timed(patch.put, seconds["exchange"])
         patch.check()
-        if not torch.equal(old.view(torch.int16), new.view(torch.int16)):
+        if not is_equal(old, new):
             raise SystemExit("the weights are not the new ones")
         timed(patch.take_back, seconds["take back"])
         patch.close()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -61,6 +62,10 @@ def is_same(net: Net, other: Net) -> bool:
     return all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in pairs)
 
 
+def shown(phases: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {spent * 1e3:.1f}" for name, spent in phases.items())
+
+
 def run(model: str, share: float, versions: int, device: str, directory: str) -> dict[str, Any]:
     """What each version took, the first in full."""
     start_s = time.perf_counter()
@@ -90,17 +95,17 @@ def run(model: str, share: float, versions: int, device: str, directory: str) ->
                 "pause_s": pulled.pause_s, "payload_bytes": report.payload_bytes,
                 "total_bytes": report.total_bytes, "num_changed": report.num_changed,
                 "phases": dict(pulled.phases), "on_host": dict(report.on_host),
+                "publish_phases": dict(report.phases),
             }  # fmt: skip
             rows.append(row)
             print(report, flush=True)
             print(
                 f"  served {served_s:.3f} s = published {published_s:.3f} s "
-                f"(send {report.encode_s:.3f}) "
                 f"+ pull {pulled.seconds:.3f}; pause {pulled.pause_s * 1e3:.1f} ms; "
-                + ", ".join(f"{name} {spent:.3f}" for name, spent in pulled.phases.items())
-                + f"; on the host {dict(report.on_host)}",
-                flush=True,
+                f"on the host {dict(report.on_host)}"
             )
+            print(f"  publish, ms: {shown(report.phases)}")
+            print(f"  pull, ms: {shown(pulled.phases)}", flush=True)
             sender.wait_for_upkeep()
             net.step(share, version)
     return {"model": model, "rows": rows}

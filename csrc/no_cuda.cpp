@@ -77,7 +77,9 @@ std::vector<double> CudaDeltaDecoder::seconds() const { return {}; }
 void CudaDeltaDecoder::close() {}
 
 ArenaRange cuda_arena_reserve(std::uint64_t, int device) { fail("cuda_arena_reserve", device); }
-void cuda_arena_map(std::uint64_t, std::uint64_t, int device) { fail("cuda_arena_map", device); }
+void cuda_arena_map(std::uint64_t, const std::vector<std::uint64_t>&, int device) {
+    fail("cuda_arena_map", device);
+}
 void cuda_arena_unmap(std::uint64_t, int device) { fail("cuda_arena_unmap", device); }
 void cuda_arena_free(std::uint64_t, int device) { fail("cuda_arena_free", device); }
 void cuda_pool_own(std::uint64_t) {}

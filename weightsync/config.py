@@ -61,12 +61,12 @@ class DecodePlace(Enum):
     """Where an engine decodes deltas of weights that lie on a GPU."""
 
     HOST = "host"  # their old values are copied there
-    DEVICE = "device"
+    DEVICE = "device"  # but what a device does not decode
 
 
 def decode_place() -> DecodePlace:
-    """``$WEIGHTSYNC_DECODE``: ``host`` (default), or ``device``, which has run on no GPU yet."""
-    name = os.environ.get("WEIGHTSYNC_DECODE") or DecodePlace.HOST.value
+    """``$WEIGHTSYNC_DECODE``: ``device`` (default), or ``host``."""
+    name = os.environ.get("WEIGHTSYNC_DECODE") or DecodePlace.DEVICE.value
     try:
         return DecodePlace(name)
     except ValueError as error:

@@ -6,7 +6,7 @@ the weights is read through the host, but the spans that a device does not decod
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -25,6 +25,8 @@ from weightsync.types import TensorMeta
 
 #: Of the address of a tensor that is decoded where it lies, bytes.
 DECODE_ALIGNMENT: Final = 16
+
+_NONE: Final[Digests] = np.zeros(0, dtype=np.uint64)
 
 Records = Sequence[tuple[Place, Bytes]]
 
@@ -80,12 +82,16 @@ def _block_rows(meta: TensorMeta, ptr: int) -> npt.NDArray[np.int64]:
 
 
 class DeviceDeltas:
-    """What deltas do to tensors of a device. ``writes`` by tensor; valid until :meth:`close`."""
+    """What deltas do to tensors of a device. ``writes`` by tensor; valid until :meth:`close`.
+    ``seconds``: where the time went."""
 
     def __init__(
-        self, writes: Sequence[Sequence[DeviceWrite | DecodedWrite]], decoded: DecodedSpans
+        self,
+        writes: Sequence[Sequence[DeviceWrite | DecodedWrite]],
+        decoded: DecodedSpans,
+        seconds: Mapping[str, float],
     ) -> None:
-        self.writes, self._decoded = writes, decoded
+        self.writes, self._decoded, self.seconds = writes, decoded, seconds
 
     def close(self) -> None:
         """Free what was decoded. Idempotent."""
@@ -93,36 +99,38 @@ class DeviceDeltas:
 
 
 def decode_there(
-    deltas: Sequence[LiveDelta], digests: Sequence[Digests], device: str
+    deltas: Sequence[LiveDelta],
+    digests: Sequence[Digests],
+    device: str,
+    *,
+    buffer: Bytes | None = None,
+    num_threads: int = 1,
 ) -> DeviceDeltas:
-    """``digests`` are the block digests of the live tensors. Nothing is written.
+    """``digests`` are the block digests of the live tensors; ``buffer`` is as in :class:`CodedSpans`.
+    Nothing is written.
 
     Raises :class:`IntegrityError` naming a tensor that would not be what it must be: a record is
     damaged, or live weights are not its base.
     """
-    places = [place for delta in deltas for place, _ in delta.records]
-    parts = [
-        span_digests(found, place)
-        for delta, found in zip(deltas, digests, strict=True)
-        for place, _ in delta.records
-    ]
     coded = CodedSpans(
-        places,
+        [place for delta in deltas for place, _ in delta.records],
         [record for delta in deltas for _, record in delta.records],
         [
             delta.ptr + place.start_element * place.kind.element_bytes
             for delta in deltas
             for place, _ in delta.records
         ],
-        np.concatenate([np.zeros(0, dtype=np.uint64), *parts]),
+        np.concatenate([_NONE, *map(_digests_of, deltas, digests)]),
+        buffer,
     )
     decoder = SpanDecoder(device)
     try:
-        decoded = decoder.decode(coded)
+        decoded = decoder.decode(coded, num_threads)
+        seconds = decoder.seconds
     finally:
         decoder.close()
     try:
-        return DeviceDeltas(_settle(deltas, digests, coded, decoded, device), decoded)
+        return DeviceDeltas(_settle(deltas, digests, coded, decoded, device), decoded, seconds)
     except BaseException:
         decoded.close()
         raise
@@ -135,26 +143,37 @@ def _settle(
     decoded: DecodedSpans,
     device: str,
 ) -> list[list[DeviceWrite | DecodedWrite]]:
+    """What each delta writes. Raises if anything would not be what it must."""
     found: list[list[DeviceWrite | DecodedWrite]] = []
     number = first = 0
     for delta, old in zip(deltas, digests, strict=True):
         writes: list[DeviceWrite | DecodedWrite] = []
-        new = old.copy()
+        begin = first
         for place, record in delta.records:
-            target_ptr, span = coded.old_ptrs[number], decoded.spans[number]
-            part = span_digests(new, place)
+            span, width = decoded.spans[number], place.kind.element_bytes
+            target_ptr, end = coded.old_ptrs[number], first + place.num_blocks
             if span.outcome is Outcome.DECODED:
-                part[:] = decoded.digests[first : first + place.num_blocks]
-                width = place.kind.element_bytes
                 writes.append(
                     DecodedWrite(target_ptr, span.positions_ptr, span.values_ptr, span.count, width)
                 )
             else:
-                writes.append(_decode_here(delta.meta, place, record, target_ptr, part, device))
-            number, first = number + 1, first + place.num_blocks
-        _check(delta, new)
+                new = decoded.digests[first:end]
+                new[:] = coded.digests[first:end]
+                writes.append(_decode_here(delta.meta, place, record, target_ptr, new, device))
+            number, first = number + 1, end
+        parts = (old, coded.digests[begin:first], decoded.digests[begin:first])
+        unchanged, before, after = (int(d.sum(dtype=np.uint64)) for d in parts)
+        _check(delta, (unchanged - before + after) % (1 << 64))
         found.append([write for write in writes if write.count])
     return found
+
+
+def _digests_of(delta: LiveDelta, digests: Digests) -> Digests:
+    """Of the blocks that its records are of."""
+    places = [place for place, _ in delta.records]
+    if sum(place.num_blocks for place in places) == digests.size:
+        return digests
+    return np.concatenate([_NONE, *(span_digests(digests, place) for place in places)])
 
 
 def _decode_here(
@@ -170,8 +189,7 @@ def _decode_here(
     return DeviceWrite(ptr, changes.positions, changes.values.view(f"u{width}"))
 
 
-def _check(delta: LiveDelta, digests: Digests) -> None:
-    result = int(digests.sum(dtype=np.uint64))
+def _check(delta: LiveDelta, result: int) -> None:
     if result != delta.digest:
         raise IntegrityError(
             f"{delta.meta.name!r} would digest to {result:016x}, expected {delta.digest or 0:016x}: the "

@@ -51,7 +51,7 @@ class DeviceWrite:
         return int(self.values.itemsize)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)
 class DecodedWrite:
     """The same with positions (uint32) and values that lie on the device, in memory of somebody else's."""
 
@@ -80,15 +80,16 @@ class DevicePatch:
         if device != CPU:
             self._memory = DeviceMemory(max(used, 1), device)
         base = self._memory.ctypes.data if device == CPU else self._memory.ptr
-        rows = np.zeros((len(writes), _COLUMNS), dtype=np.uint64)
-        for i, (write, starts) in enumerate(zip(writes, offsets, strict=True)):
+        found = []
+        for write, starts in zip(writes, offsets, strict=True):
             if isinstance(write, DecodedWrite):
                 at = [write.positions_ptr, write.values_ptr, base + starts[0]]
             else:
                 write_bytes(base + starts[0], write.positions.tobytes(), device)
                 write_bytes(base + starts[1], write.values.tobytes(), device)
                 at = [base + start for start in starts]
-            rows[i] = [write.target_ptr, *at, write.count, write.item_bytes]
+            found.append((write.target_ptr, *at, write.count, write.item_bytes))
+        rows = np.array(found, dtype=np.uint64).reshape(-1, _COLUMNS)
         self.num_changed = sum(write.count for write in writes)
         self._rows = rows
         self._table: Any = None

@@ -13,6 +13,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, Final, Protocol
 
@@ -29,6 +30,8 @@ from weightsync.types import RegionAddress, format_bytes
 _LOG = logging.getLogger(__name__)
 
 CPU: Final = "cpu"
+#: A thread copies so much between a device and the host at once.
+COPY_BYTES: Final = 8 << 20
 
 Table = npt.NDArray[np.int64]
 
@@ -259,6 +262,32 @@ def write_bytes(ptr: int, data: bytes, device: str) -> None:
         here: npt.NDArray[np.uint8] = np.frombuffer(data, dtype=np.uint8)
         with cuda_errors(device):
             native.extension.cuda_copy(ptr, here.ctypes.data, len(data), cuda_index(device))
+
+
+def copy_memory(
+    target_ptr: int, source_ptr: int, num_bytes: int, device: str, num_threads: int = 1
+) -> None:
+    """Between memory of this process and of ``device``, either way; on return it is there.
+
+    In pieces on several threads: what is not pinned goes through the driver's staging buffers, at the
+    pace of one core each.
+    """
+    if device == CPU:
+        ctypes.memmove(target_ptr, source_ptr, num_bytes)
+        return
+    index, copy = cuda_index(device), native.extension.cuda_copy
+
+    def one(start: int) -> None:
+        with cuda_errors(device):
+            copy(target_ptr + start, source_ptr + start, min(COPY_BYTES, num_bytes - start), index)
+
+    starts = range(0, num_bytes, COPY_BYTES)
+    if num_threads <= 1 or len(starts) <= 1:
+        for start in starts:
+            one(start)
+        return
+    with ThreadPoolExecutor(min(num_threads, len(starts)), "weightsync-copy") as pool:
+        list(pool.map(one, starts))
 
 
 def bytes_at(ptr: int, num_bytes: int, device: str) -> npt.NDArray[np.uint8]:

@@ -67,7 +67,7 @@ FAULT_POINTS: Final[Mapping[str, str]] = MappingProxyType(
         "store.manifest": "publisher: all payload is durable, the manifest about to be linked",
         "store.committed": "publisher: the version is visible, the snapshot not yet advanced",
         "store.collected": "collector: a manifest is withdrawn, its payload still there",
-        "follow.landed": "engine: one more tensor of a full version landed",
+        "follow.landed": "engine: one more tensor of a full version, or piece of one, landed",
         "local.seeded": "puller: a full version is copied, not yet current",
         "local.decoded": "puller: everything is decoded and checked, the redo log not yet durable",
         "local.logged": "puller: the redo log is durable, the state still the old version",

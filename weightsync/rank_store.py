@@ -15,9 +15,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from weightsync.binding import Spot
 from weightsync.codec import block_digests
-from weightsync.codec.spans import Bytes
 from weightsync.config import DecodePlace, decode_place
 from weightsync.coverage import SlotIndex
 from weightsync.deadline import Deadline
@@ -29,7 +27,7 @@ from weightsync.device_delta import (
     decode_there,
 )
 from weightsync.device_patch import DecodedWrite, DevicePatch, DeviceWrite
-from weightsync.device_tables import CPU, DeviceMemory, segment_copy, synchronize, write_bytes
+from weightsync.device_tables import CPU, synchronize
 from weightsync.digest import DigestPart, DigestTable
 from weightsync.errors import (
     ConfigError,
@@ -41,12 +39,13 @@ from weightsync.errors import (
 from weightsync.faults import reach
 from weightsync.kept import Kept
 from weightsync.layout import Layout
-from weightsync.live_tensor import LiveTensor, Write, copy_parts, live_part
+from weightsync.live_tensor import LiveTensor, Write, live_part
 from weightsync.manifest import name_some
+from weightsync.rank_landing import Lander
 from weightsync.rank_session import Landing, OpenSession
+from weightsync.store.bulk import read_records
 from weightsync.store.chain import Chain, ChainTensor, open_chain
-from weightsync.tables import dense_strides, segment_rows, table
-from weightsync.types import Box, SlotKind, TensorMeta, item_bytes
+from weightsync.types import SlotKind, TensorMeta
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -65,6 +64,7 @@ class Fetched:
     num_payload_bytes: int = 0
     num_changed: int = 0
     decoded: DeviceDeltas | None = None  # memory of a device that ``writes`` speak of
+    seconds: dict[str, float] = field(default_factory=dict)  # parts of fetching
 
     def close(self) -> None:
         """Free what lies on a device. Idempotent."""
@@ -94,52 +94,15 @@ class RankStore:
         chain = open_chain(source)
         fetched = self._fetched(chain)
         landing = opened.staging.landing
-        for tensor in chain.tensors():
-            deadline.check()
-            if tensor.meta.name not in fetched.parts:  # of other ranks
-                continue
-            _, keys = fetched.parts[tensor.meta.name]
-            spots = [landing[key] for key in keys]
-            target = self._target(tensor.meta, spots)
-            opened.touch()
-            data = tensor.read(target)
-            fetched.num_payload_bytes += data.size
-            if target is None:
-                self._place(tensor.meta, data, spots)
-            fetched.digests[tensor.meta.name] = _digest_of(tensor.meta, data, spots)
-            reach("follow.landed")
+        mine = [
+            (tensor, [landing[key] for key in fetched.parts[tensor.meta.name][1]])
+            for tensor in chain.tensors()
+            if tensor.meta.name in fetched.parts  # others are of other ranks
+        ]
+        lander = Lander(self._device, self._threads, deadline, opened.touch)
+        fetched.digests |= lander.land(mine)
+        fetched.num_payload_bytes += sum(tensor.meta.num_bytes for tensor, _ in mine)
         return fetched
-
-    def _target(self, meta: TensorMeta, spots: Sequence[Spot]) -> Bytes | None:
-        """Where the whole tensor may be read to directly; None: into a buffer."""
-        live = LiveTensor(meta, spots)
-        is_direct = self._device == CPU and live.is_dense and live.is_whole
-        return live.bytes() if is_direct else None
-
-    def _place(self, meta: TensorMeta, data: Bytes, spots: Sequence[Spot]) -> None:
-        """A whole tensor's boxes, from host memory to where they land."""
-        if self._device == CPU:
-            copy_parts(meta, data.ctypes.data, spots, is_gather=False, num_threads=self._threads)
-            return
-        if not meta.num_bytes:
-            return
-        live = LiveTensor(meta, spots, self._device)
-        if live.is_dense and live.is_whole:
-            write_bytes(spots[0].ptr, data.tobytes(), self._device)
-            return
-        memory, item = DeviceMemory(meta.num_bytes, self._device), item_bytes(meta.dtype)
-        write_bytes(memory.ptr, data.tobytes(), self._device)
-        strides = dense_strides(meta.shape, item)
-        whole = Spot(Box.whole(meta.shape), memory.ptr, strides, meta.dtype)
-        rows: list[tuple[int, ...]] = []
-        for spot in spots:
-            rows += segment_rows(
-                spot.box.shape,
-                source=(whole.at(spot.box), strides, item),
-                target=(spot.ptr, spot.strides_bytes, item),
-            )
-        segment_copy(table(rows, 13), self._device).run(self._threads)
-        memory.close()
 
     # --- deltas ---------------------------------------------------------------------------------------
 
@@ -150,7 +113,9 @@ class RankStore:
         or not, would not be the target's afterwards: a record is damaged, or live weights are
         not the base; :class:`ConfigError` where deltas cannot be applied to this engine.
         """
+        start_s = time.perf_counter()
         chain = open_chain(source)
+        opened_s = time.perf_counter()
         fetched = self._fetched(chain)
         mine: list[tuple[ChainTensor, LiveTensor, str]] = []
         for tensor in chain.tensors():
@@ -159,6 +124,8 @@ class RankStore:
                 found, fetched.digests[name] = self._live_parts(tensor, fetched.parts[name][1])
                 mine += [(part, live, name) for part, live in found]
         synchronize(self._device)
+        fetched.seconds["fetch_open"] = opened_s - start_s
+        fetched.seconds["fetch_match"] = time.perf_counter() - opened_s
         if self._decodes_at is DecodePlace.DEVICE:
             self._decode_there(fetched, mine, deadline)
             return fetched
@@ -191,21 +158,39 @@ class RankStore:
         ptrs = [(part.meta, live.spots[0].ptr) for part, live, _ in mine]
         where = tuple((meta.name, ptr) for meta, ptr in ptrs)
         table = self._live_digests.get(where, lambda: LiveDigests(ptrs, self._device))
-        digests = table.compute(self._threads)
-        deadline.check()
         here = [
             i
             for i, ((part, _, _), (_, ptr)) in enumerate(zip(mine, ptrs, strict=True))
             if len(part.steps) <= 1 and ptr % DECODE_ALIGNMENT == 0
         ]
-
-        def load(i: int) -> LiveDelta:
-            deadline.check()
-            part, live, _ = mine[i]
-            return LiveDelta(part.meta, live.spots[0].ptr, part.records(), part.digest)
-
-        deltas = list(self._on_each(here, load))
-        fetched.decoded = decode_there(deltas, [digests[i] for i in here], self._device)
+        start_s = time.perf_counter()
+        with ThreadPoolExecutor(1, "weightsync-digest") as pool:  # while files are read
+            live_digests = pool.submit(table.compute, self._threads)
+            steps = [mine[i][0].steps[0] for i in here if mine[i][0].steps]
+            buffer, records = read_records(steps, self._threads)
+            read_s = time.perf_counter()
+            digests = live_digests.result()
+        deadline.check()
+        found = iter(records)
+        deltas = [
+            LiveDelta(part.meta, ptrs[i][1], next(found) if part.steps else [], part.digest)
+            for i, part in ((i, mine[i][0]) for i in here)
+        ]
+        digested_s = time.perf_counter()
+        fetched.decoded = decode_there(
+            deltas,
+            [digests[i] for i in here],
+            self._device,
+            buffer=buffer,
+            num_threads=self._threads,
+        )
+        end_s = time.perf_counter()
+        fetched.seconds |= {
+            "fetch_read": read_s - start_s,
+            "fetch_digest": digested_s - read_s,
+            "fetch_decode": end_s - digested_s,
+            **{f"fetch_decode_{n}": s for n, s in fetched.decoded.seconds.items()},
+        }
         writes: dict[int, Sequence[Any]] = dict(zip(here, fetched.decoded.writes, strict=True))
         for i, (part, live, _) in enumerate(mine):
             if i not in writes:
@@ -345,6 +330,7 @@ class DeltaApply:
             list(self._pool.map(time.sleep, [0.001] * num_threads))
         self._fetched = fetched  # whose memory the patch reads
         on_device = [w for w in fetched.writes if isinstance(w, DeviceWrite | DecodedWrite)]
+        start_s = time.perf_counter()
         if device != CPU or on_device:
             try:
                 self._patch = DevicePatch(on_device, device)
@@ -352,6 +338,7 @@ class DeltaApply:
                 fetched.close()
                 raise
         fetched.writes = []
+        fetched.seconds["fetch_patch"] = time.perf_counter() - start_s
 
     def put(self) -> None:
         """Write everything, then read every written element back. Raises :class:`IntegrityError`."""
@@ -422,15 +409,6 @@ def _check_form(meta: TensorMeta, forms: Sequence[TensorMeta]) -> None:
         raise DTypeMismatchError(
             f"{meta.name!r}: the store has {meta.dtype}, the engine takes {forms[0].dtype}"
         )
-
-
-def _digest_of(meta: TensorMeta, data: Bytes, spots: Sequence[Spot]) -> int:
-    """Of those boxes of a whole tensor in host memory."""
-    item = item_bytes(meta.dtype)
-    strides = dense_strides(meta.shape, item)
-    whole = Spot(Box.whole(meta.shape), data.ctypes.data, strides, meta.dtype)
-    parts = [DigestPart(meta, s.box, whole.at(s.box), strides, meta.dtype) for s in spots]
-    return DigestTable(parts).compute(1).get(meta.name, 0)
 
 
 def _writes(tensor: ChainTensor, live: LiveTensor) -> tuple[list[Write | DeviceWrite], int]:

@@ -204,6 +204,8 @@ class RankWork:
             else:
                 opened.fetched = self._store.land(opened, source, deadline)
                 opened.coverage.brought_whole()
+        for part, spent_s in opened.fetched.seconds.items():
+            opened.stats.add(part, spent_s)
         opened.stats.num_bytes += opened.fetched.num_payload_bytes
         opened.stats.num_changed += opened.fetched.num_changed
         reach("engine.moved")

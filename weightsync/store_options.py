@@ -31,9 +31,8 @@ class StoreOptions:
     ``cut``: code tensors in pieces, by rules (:class:`weightsync.store.Cut`) or by the layout of an
     engine, so that ranks which hold parts of tensors can take deltas. Pieces that are not rows of their
     tensor are copied (their size) while it is sent.
-    ``snapshot``: where weights of a GPU are compared with the last version. On the host they are copied
-    there first; on the device a second copy of them is kept there (their size), and only what is
-    published leaves it.
+    ``snapshot``: where the last version is kept (the size of the weights), and weights of a GPU compared
+    with it. On the host they are copied there first; on the device only what is published leaves it.
     ``commit_timeout_s``: how long the next ``send``, and ``close``, wait for the version under way.
     """
 
@@ -74,7 +73,8 @@ def publisher_options(options: StoreOptions, num_threads: int) -> dict[str, Any]
 class PublishReport:
     """One version. ``waited_s``: for the version before; ``encode_s``: while ``send`` kept the weights;
     ``publish_s``: behind the next step, until it was visible. ``on_host``: spans that the host coded
-    because the device could not, by reason."""
+    because the device could not, by reason. ``phases``: seconds of the parts of both (``collect``,
+    ``copy`` or ``code``, ``write``, ``manifest``; ``code_*`` is part of ``code``)."""
 
     version: int
     run_id: str
@@ -88,6 +88,7 @@ class PublishReport:
     publish_s: float
     dropped: Mapping[str, str] = field(default_factory=dict)
     on_host: Mapping[str, int] = field(default_factory=dict)
+    phases: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def bits_per_changed_element(self) -> float | None:

@@ -14,7 +14,7 @@ from weightsync.store import Store
 from weightsync.store.cutting import Cutter
 from weightsync.store.object_path import ObjectPath
 from weightsync.store.pieces import Piece
-from weightsync.store.publish import Encoded
+from weightsync.store.snapshot import Encoded
 from weightsync.store.together import (
     PartPublisher,
     WrittenPart,

@@ -25,7 +25,7 @@ from weightsync.ranks import Meeting, answers_of
 from weightsync.store import VersionKind, VersionManifest
 from weightsync.store.cutting import owned
 from weightsync.store.payload import commit, payload_folder
-from weightsync.store.publish import Encoded
+from weightsync.store.snapshot import Encoded
 from weightsync.store.together import (
     PartPublisher,
     WrittenPart,
@@ -164,7 +164,7 @@ class LeadStoreSender(StoreSender):
         except BaseException as error:
             self._end(self._encoded_number, f"{type(error).__name__}: {error}")
             raise
-        self._advance(manifest)
+        self._advance_all(manifest)
         said = {
             "kind": manifest.kind.value, "root": manifest.target.root,
             "payload_bytes": manifest.num_bytes, "total_bytes": self._total_bytes,
@@ -199,7 +199,10 @@ class LeadStoreSender(StoreSender):
             commit(self.store, manifest)
         return manifest
 
-    def _advance(self, manifest: VersionManifest) -> None:
+    def _advance(self, encoded: Encoded, manifest: VersionManifest) -> None:
+        """All ranks did, before they were told."""
+
+    def _advance_all(self, manifest: VersionManifest) -> None:
         """The version is visible whatever happens here; who cannot follow makes the next one full."""
         version, target = manifest.version, manifest.target
         what = {"do": "advance", "version": version, "root": target.root}

@@ -29,7 +29,7 @@ from weightsync.placed_weights import placed_weights
 from weightsync.ranks import Meeting
 from weightsync.store import Publisher, Store, VersionManifest, collect, fold
 from weightsync.store.cutting import Cutter
-from weightsync.store.publish import Encoded
+from weightsync.store.snapshot import Encoded
 from weightsync.store_options import PublishReport, SnapshotPlace, StoreOptions, publisher_options
 from weightsync.tensors import LocalTensors
 
@@ -40,9 +40,9 @@ BUCKET_BYTES: Final = 1 << 40  # a generator is one part: all of it is coded at 
 class StoreSender:
     """Publishes what it is sent as versions of one run. A context manager; one thread at a time.
 
-    Memory: a copy of the weights on the host (their size as stored), and the coded changes of one
-    version. Weights on a device are copied to the host tensor by tensor, to be compared there, or with
-    ``snapshot="device"`` kept there once more.
+    Memory: a copy of the weights (their size as stored) on the host, where weights of a device are copied
+    tensor by tensor to be compared, or with ``snapshot="device"`` on their device; and the coded changes
+    of one version.
     """
 
     def __init__(
@@ -62,6 +62,7 @@ class StoreSender:
         self._collector = Collector(rules, self.options.cast, BUCKET_BYTES, 0, world_size)
         self._worker = ThreadPoolExecutor(1, "weightsync-publish")
         self._pending: Future[PublishReport] | None = None
+        self._advanced: Future[None] | None = None
         self._upkeep: Future[None] | None = None
         self._open: StoreUpdate | None = None
         self._closed = False
@@ -100,6 +101,18 @@ class StoreSender:
             raise
         self._pending = None
         return report
+
+    def _wait_until_advanced(self) -> None:
+        """Until the copy is the version that is visible: the next one is compared with that."""
+        advanced, self._advanced = self._advanced, None
+        limit_s = self.options.commit_timeout_s
+        if advanced is None:
+            return
+        try:
+            advanced.result(timeout=limit_s)
+        except FutureTimeout:
+            self._advanced = advanced
+            raise DeadlineError(str(self.store.path), "advance", limit_s, limit_s) from None
 
     def wait_for_upkeep(self, limit_s: float = 600.0) -> None:
         """Wait until folds, anchors and collection of what was published are done."""
@@ -142,17 +155,32 @@ class StoreSender:
         """The version will not be."""
 
     def _commit(self, encoded: Encoded) -> VersionManifest:
-        return self._publisher.commit(encoded)
+        """Make it visible."""
+        return self._publisher.make_visible(encoded)
+
+    def _advance(self, encoded: Encoded, manifest: VersionManifest) -> None:
+        """It is visible whatever happens here; if the copy cannot follow, the next one is full."""
+        try:
+            self._publisher.advance(encoded, manifest.target)
+        except WeightSyncError as error:
+            _LOG.warning("after version %d, which is visible: %s", encoded.version, error)
 
     # --- behind the training step -------------------------------------------------------------------
 
     def _publish_later(self, encoded: Encoded, make: Callable[..., PublishReport]) -> None:
+        visible: list[VersionManifest] = []
+
         def publish() -> PublishReport:
             start_s = time.perf_counter()
-            manifest = self._commit(encoded)
-            return make(manifest, time.perf_counter() - start_s)
+            visible.append(self._commit(encoded))
+            return make(visible[0], time.perf_counter() - start_s)
+
+        def advance() -> None:
+            for manifest in visible:
+                self._advance(encoded, manifest)
 
         self._pending = self._worker.submit(publish)
+        self._advanced = self._worker.submit(advance)  # readers need not wait for it
         self._upkeep = self._worker.submit(self._keep_up, encoded.version)
 
     def _keep_up(self, version: int) -> None:
@@ -199,6 +227,7 @@ class StoreUpdate:
         self._future: Future[PublishReport] | None = None
         self._dropped: dict[str, str] = {}
         self._on_host: Mapping[str, int] = {}
+        self._phases: dict[str, float] = {}
         self._waited_s = self._encode_s = 0.0
         self._total_bytes = 0
 
@@ -211,6 +240,7 @@ class StoreUpdate:
         self._sender._entering()
         try:
             self._sender.wait()
+            self._sender._wait_until_advanced()
         except BaseException as error:
             self._sender._give_up(self.version, f"{type(error).__name__}: {error}")
             raise
@@ -230,8 +260,10 @@ class StoreUpdate:
         for tensors, dropped in self._sender._collector.collect(source):
             self._dropped.update(dropped)
             parts.append(tensors)
+        collected_s = time.perf_counter() - start_s
         self._encoded, self._total_bytes = self._sender._encode(self.version, parts)
-        self._on_host = self._encoded.on_host
+        self._on_host, self._phases = self._encoded.on_host, self._encoded.phases
+        self._phases["collect"] = collected_s
         self._encode_s = time.perf_counter() - start_s
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -274,6 +306,7 @@ class StoreUpdate:
             publish_s=publish_s,
             dropped=self._dropped,
             on_host=self._on_host,
+            phases=self._phases,
         )
 
 

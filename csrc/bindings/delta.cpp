@@ -1,6 +1,7 @@
 #include <pybind11/stl.h>
 
 #include <array>
+#include <chrono>
 
 #include "bindings.hpp"
 #include "weightsync/delta_batch.hpp"
@@ -126,15 +127,18 @@ class DeltaDecoder {
     // `inputs_ptr`: uint64 [num_rows, 2], record and its bytes. Writes int64 [num_rows] to
     // `outcomes_ptr`, and the new digests of all blocks of what is done.
     void run(std::uintptr_t rows_ptr, std::uintptr_t inputs_ptr, std::int64_t num_rows,
-             std::uintptr_t digests_ptr, std::uintptr_t outcomes_ptr, std::uintptr_t stream) {
+             std::uintptr_t digests_ptr, std::uintptr_t outcomes_ptr, std::uintptr_t stream,
+             int num_threads) {
+        const auto start = std::chrono::steady_clock::now();
         std::vector<DeltaDecodeInput> inputs;
         const auto* in = pointer<const std::uint64_t>(inputs_ptr);
         for (std::int64_t i = 0; i < num_rows; ++i, in += 2) {
             inputs.push_back(
                 {pointer<const unsigned char>(in[0]), static_cast<std::int64_t>(in[1])});
         }
-        DeltaDecodeBatch batch =
-            delta_decode_batch(pointer<const DeltaDecodeRow>(rows_ptr), inputs.data(), num_rows);
+        DeltaDecodeBatch batch = delta_decode_batch(pointer<const DeltaDecodeRow>(rows_ptr),
+                                                    inputs.data(), num_rows, num_threads);
+        index_s_ = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
         auto* digests = pointer<std::uint64_t>(digests_ptr);
         if (cuda_ != nullptr) {
             cuda_->run(&batch, digests, stream);
@@ -146,8 +150,14 @@ class DeltaDecoder {
             *out++ = static_cast<std::int64_t>(outcome);
         }
     }
+    // Looking into records, then what the device says.
     std::vector<double> seconds() const {
-        return cuda_ == nullptr ? std::vector<double>{} : cuda_->seconds();
+        std::vector<double> found{index_s_};
+        if (cuda_ != nullptr) {
+            const std::vector<double> there = cuda_->seconds();
+            found.insert(found.end(), there.begin(), there.end());
+        }
+        return found;
     }
     void close() {
         if (cuda_ != nullptr) cuda_->close();
@@ -155,6 +165,7 @@ class DeltaDecoder {
 
   private:
     std::unique_ptr<CudaDeltaDecoder> cuda_;
+    double index_s_ = 0;
 };
 
 void bind_decoder(py::module_& module) {
@@ -162,7 +173,7 @@ void bind_decoder(py::module_& module) {
         .def(py::init<int>(), py::arg("device"))
         .def("run", &DeltaDecoder::run, py::arg("rows_ptr"), py::arg("inputs_ptr"),
              py::arg("num_rows"), py::arg("digests_ptr"), py::arg("outcomes_ptr"),
-             py::arg("stream"), py::call_guard<py::gil_scoped_release>())
+             py::arg("stream"), py::arg("num_threads"), py::call_guard<py::gil_scoped_release>())
         .def("seconds", &DeltaDecoder::seconds)
         .def("close", &DeltaDecoder::close, py::call_guard<py::gil_scoped_release>());
 }

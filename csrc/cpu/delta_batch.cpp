@@ -1,7 +1,6 @@
 #include "weightsync/delta_batch.hpp"
 
 #include <algorithm>
-#include <atomic>
 #include <cstring>
 #include <stdexcept>
 #include <string>
@@ -13,22 +12,6 @@ namespace weightsync {
 namespace {
 
 std::int64_t aligned8(std::int64_t bytes) { return (bytes + 7) / 8 * 8; }
-
-// Calls `work(i)` for i < count on threads that take the next few in turn.
-template <typename Work>
-void for_all(std::int64_t count, int num_threads, const Work& work) {
-    constexpr std::int64_t grain = 8;
-    std::atomic<std::int64_t> next{0};
-    const auto useful =
-        static_cast<int>(std::min<std::int64_t>({num_threads, count / grain + 1, kMaxThreads}));
-    run_on_threads(useful, [&] {
-        for (;;) {
-            const std::int64_t begin = next.fetch_add(grain);
-            if (begin >= count) return;
-            for (std::int64_t i = begin; i < std::min(begin + grain, count); ++i) work(i);
-        }
-    });
-}
 
 struct SpanSizes {
     std::int64_t record_bytes;

@@ -5,6 +5,7 @@
 
 #include "weightsync/delta_bits.hpp"
 #include "weightsync/delta_team_decode.hpp"
+#include "weightsync/parallel.hpp"
 
 namespace weightsync {
 
@@ -13,8 +14,21 @@ DeltaPlace DeltaDecodeRow::place() const {
             seed, static_cast<int>(word_bytes)};
 }
 
+namespace {
+
+void check_row(const DeltaDecodeRow& row, std::int64_t i) {
+    if (row.kind > static_cast<std::uint64_t>(DeltaKind::float32) || row.old_ptr % 16 != 0) {
+        throw std::invalid_argument(
+            "delta: row " + std::to_string(i) + " has kind " + std::to_string(row.kind) +
+            " and address " + std::to_string(row.old_ptr) + ", expected 0..3 and a multiple of 16");
+    }
+    validate_delta_place(row.place());
+}
+
+}  // namespace
+
 DeltaDecodeBatch delta_decode_batch(const DeltaDecodeRow* rows, const DeltaDecodeInput* inputs,
-                                    std::int64_t num_rows) {
+                                    std::int64_t num_rows, int num_threads) {
     DeltaDecodeBatch batch;
     batch.rows.assign(rows, rows + num_rows);
     batch.first_block.push_back(0);
@@ -22,34 +36,31 @@ DeltaDecodeBatch delta_decode_batch(const DeltaDecodeRow* rows, const DeltaDecod
     batch.parameters.resize(count);
     batch.results.resize(count);
     batch.outcomes.resize(count, DeltaDecodeOutcome::done);
-    std::vector<DeltaDecodeUnit> units;
-    for (std::size_t i = 0; i < count; ++i) {
+    for (std::int64_t i = 0; i < num_rows; ++i) {
+        check_row(rows[i], i);
+        batch.first_block.push_back(batch.first_block.back() + rows[i].place().num_blocks());
+    }
+    std::vector<std::vector<DeltaDecodeUnit>> units(count);
+    for_all(num_rows, num_threads, [&](std::int64_t at) {
+        const auto i = static_cast<std::size_t>(at);
         DeltaDecodeRow& row = batch.rows[i];
-        if (row.kind > static_cast<std::uint64_t>(DeltaKind::float32) || row.old_ptr % 16 != 0) {
-            throw std::invalid_argument("delta: row " + std::to_string(i) + " has kind " +
-                                        std::to_string(row.kind) + " and address " +
-                                        std::to_string(row.old_ptr) +
-                                        ", expected 0..3 and a multiple of 16");
-        }
-        const DeltaPlace place = row.place();
-        validate_delta_place(place);
-        batch.first_block.push_back(batch.first_block.back() + place.num_blocks());
-        units.clear();
         std::uint32_t num_changed = 0;
         try {
-            if (!delta_record_units(place, inputs[i], &batch.parameters[i], &units, &num_changed,
-                                    &batch.results[i])) {
-                batch.outcomes[i] = DeltaDecodeOutcome::host_form;
-                continue;
+            if (delta_record_units(row.place(), inputs[i], &batch.parameters[i], &units[i],
+                                   &num_changed, &batch.results[i])) {
+                row.num_changed = num_changed;
+                return;
             }
+            batch.outcomes[i] = DeltaDecodeOutcome::host_form;
         } catch (const DeltaError&) {
             batch.outcomes[i] = DeltaDecodeOutcome::host_damaged;
-            continue;
         }
-        row.num_changed = num_changed;
-        for (DeltaDecodeUnit& unit : units) unit.row = static_cast<std::uint32_t>(i);
-        std::vector<DeltaDecodeUnit>& all = batch.units[row.kind];
-        all.insert(all.end(), units.begin(), units.end());
+        units[i].clear();
+    });
+    for (std::size_t i = 0; i < count; ++i) {
+        for (DeltaDecodeUnit& unit : units[i]) unit.row = static_cast<std::uint32_t>(i);
+        std::vector<DeltaDecodeUnit>& all = batch.units[batch.rows[i].kind];
+        all.insert(all.end(), units[i].begin(), units[i].end());
     }
     return batch;
 }

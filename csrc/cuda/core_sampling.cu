@@ -124,10 +124,8 @@ __device__ void load_slice(const typename Type::Memory* logits, std::int64_t voc
 }
 
 constexpr float kLog2e = 1.44269504f;
-// Noise of 32 bits with n leading zeros is at most (n + 1) * log(2), and, if n > 0, at most 1.02
-// less; with room for rounding. A score that is estimated by a product is 2^-22 of it off at most.
-constexpr float kNoiseOfBit = 0.69315f;
-constexpr float kNoiseWidth = 1.04f;
+// A score that is estimated by a product is 2^-22 of it off at most; what the bounds of noise leave
+// for rounding covers scores up to some hundreds, this the larger ones.
 constexpr float kScoreError = 4e-6f;
 
 // Which token of a slice a row draws. Nearly all are ruled out by the most that their noise can be;
@@ -149,7 +147,7 @@ struct SliceDraw {
     __device__ void draw(const float (&values)[kScores], float& best, std::int32_t& kept) const {
         const float scale = 1.0f / temperature;
         float most[kScores];
-        float bound = -INFINITY;  // that the best token's `most` is not much below
+        float bound = -INFINITY;  // that the best token's `most` is not below
 #pragma unroll
         for (int i = 0; i < kScores; ++i) {
             const std::int64_t token = token_at(i);
@@ -157,15 +155,17 @@ struct SliceDraw {
             if (rows.drawn_from != nullptr) {
                 most[i] = token < rows.vocab_size ? score(token) : -INFINITY;
             }
-            int zeros = 1;
+            float least = most[i];
             if (is_noisy) {
-                zeros = __clz(static_cast<int>(noise_bits(key, static_cast<std::uint32_t>(token))));
-                most[i] += static_cast<float>(zeros + 1) * kNoiseOfBit;
+                const NoiseBounds noise =
+                    gumbel_bounds(noise_bits(key, static_cast<std::uint32_t>(token)));
+                least += noise.low;
+                most[i] += noise.high;
             }
-            if (zeros > 0) bound = larger(most[i], bound);
+            bound = larger(least, bound);
         }
         bound = over_block(bound, larger);
-        bound -= (is_noisy ? kNoiseWidth : 0.0f) + fabsf(bound) * kScoreError;
+        bound -= fabsf(bound) * kScoreError;
         std::uint32_t left = 0;
 #pragma unroll
         for (int i = 0; i < kScores; ++i) left |= most[i] < bound ? 0u : 1u << i;

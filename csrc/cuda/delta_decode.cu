@@ -1,6 +1,5 @@
 // Blocks of many spans back to changes; see delta_team_decode.hpp for the steps,
 // delta_decode_twin.cpp for the same without a device.
-#include <chrono>
 
 #include "delta_device.cuh"
 #include "weightsync/delta_block_work.hpp"
@@ -32,9 +31,10 @@ struct Shared {
 
 // `act(first element, vector, counts of the lanes before)` for a warp's vectors; `at_row(row,
 // counts)` behind each row, in every lane.
-template <DeltaKind kind, typename Act, typename AtRow>
-__device__ __forceinline__ void for_rows(const DeltaEmit<kind>& emit, std::uint32_t warp,
-                                         std::uint32_t lane, const Act& act, const AtRow& at_row) {
+template <DeltaKind kind, bool has_byte_keys, typename Act, typename AtRow>
+__device__ __forceinline__ void for_rows_by(const DeltaEmit<kind>& emit, std::uint32_t warp,
+                                            std::uint32_t lane, const Act& act,
+                                            const AtRow& at_row) {
     using Vector = DeltaVector<kind>;
     constexpr std::uint32_t unroll = 2;
     const int num_thresholds = emit.parameters->num_thresholds;
@@ -50,12 +50,23 @@ __device__ __forceinline__ void for_rows(const DeltaEmit<kind>& emit, std::uint3
         }
 #pragma unroll
         for (std::uint32_t u = 0; u < unroll; ++u) {
-            const DeltaCounts own = delta_count<kind>(old[u], 0, emit.cuts, num_thresholds);
+            const DeltaCounts own =
+                delta_count<kind, has_byte_keys>(old[u], 0, emit.cuts, num_thresholds);
             DeltaCounts total;
             const DeltaCounts before = scan_counts(own, num_thresholds > 2, lane, &total);
             act(start + u * Vector::row_elements + lane * Vector::elements, old[u], before);
             at_row(r + u, total);
         }
+    }
+}
+
+template <DeltaKind kind, typename Act, typename AtRow>
+__device__ __forceinline__ void for_rows(const DeltaEmit<kind>& emit, std::uint32_t warp,
+                                         std::uint32_t lane, const Act& act, const AtRow& at_row) {
+    if (kind == DeltaKind::float16 && delta_has_byte_keys<kind>(*emit.parameters)) {
+        for_rows_by<kind, kind == DeltaKind::float16>(emit, warp, lane, act, at_row);
+    } else {
+        for_rows_by<kind, false>(emit, warp, lane, act, at_row);
     }
 }
 
@@ -178,11 +189,6 @@ __global__ __launch_bounds__(kDeltaThreads) void decode_kernel(Launch launch) {
         delta_end_block(unit, shared.digest, block.state, state,
                         launch.digests + launch.first_block[unit.row] + unit.block);
     }
-}
-
-double now_s() {
-    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch())
-        .count();
 }
 
 }  // namespace

@@ -78,8 +78,7 @@ class DecodeTwin {
                 const std::uint32_t at = first + lane * Vector::elements;
                 const Vec16 old = Vector::read(emit_.place.old, at, emit_.place.size);
                 act(at, old, before);
-                const DeltaCounts own =
-                    delta_count<kind>(old, 0, emit_.cuts, parameters_.num_thresholds);
+                const DeltaCounts own = delta_count_any<kind>(old, 0, emit_.cuts, parameters_);
                 before.low += own.low;
                 before.high += own.high;
             }

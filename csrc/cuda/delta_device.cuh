@@ -1,6 +1,7 @@
 // What the launches that code and decode deltas share: a warp as a team, and memory that grows.
 #pragma once
 
+#include <chrono>
 #include <string>
 #include <utility>
 #include <vector>
@@ -79,6 +80,11 @@ __device__ __forceinline__ DeltaCounts scan_counts(const DeltaCounts& own, bool 
 }
 
 }  // namespace lanes
+
+inline double now_s() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch())
+        .count();
+}
 
 // Memory of the host that a device copies to at full speed; grows.
 class PinnedBytes {

@@ -1,7 +1,6 @@
 // Blocks of many spans to bits; see delta_block_work.hpp for the steps, delta_twin.cpp for the same
 // without a device.
 #include <algorithm>
-#include <chrono>
 
 #include "delta_device.cuh"
 #include "weightsync/delta_block_work.hpp"
@@ -39,11 +38,11 @@ struct Shared {
     std::uint32_t is_fitting;
 };
 
-template <DeltaKind kind>
-__device__ __forceinline__ void look(const DeltaBlockPlace& block, const DeltaStage& stage,
-                                     const DeltaCuts& cuts, int num_thresholds,
-                                     DeltaBlockCounts* counts, std::uint32_t warp,
-                                     std::uint32_t lane) {
+template <DeltaKind kind, bool has_byte_keys>
+__device__ __forceinline__ void look_at(const DeltaBlockPlace& block, const DeltaStage& stage,
+                                        const DeltaCuts& cuts, int num_thresholds,
+                                        DeltaBlockCounts* counts, std::uint32_t warp,
+                                        std::uint32_t lane) {
     using Vector = DeltaVector<kind>;
     constexpr std::uint32_t unroll = 2;
     std::uint32_t running[kDeltaThresholds + 1] = {};
@@ -63,7 +62,8 @@ __device__ __forceinline__ void look(const DeltaBlockPlace& block, const DeltaSt
         for (std::uint32_t u = 0; u < unroll; ++u) {
             const std::uint32_t at = start + u * Vector::row_elements + lane * Vector::elements;
             const std::uint32_t changed = Vector::changed_mask(old[u], current[u]);
-            const DeltaCounts own = delta_count<kind>(old[u], changed, cuts, num_thresholds);
+            const DeltaCounts own =
+                delta_count<kind, has_byte_keys>(old[u], changed, cuts, num_thresholds);
             DeltaCounts total;
             const DeltaCounts before = scan_counts(own, num_thresholds > 2, lane, &total);
             if (lane == 0) {
@@ -79,6 +79,20 @@ __device__ __forceinline__ void look(const DeltaBlockPlace& block, const DeltaSt
     if (lane == 0) {
 #pragma unroll
         for (int t = 0; t <= kDeltaThresholds; ++t) counts->totals[warp][t] = running[t];
+    }
+}
+
+template <DeltaKind kind>
+__device__ __forceinline__ void look(const DeltaBlockPlace& block, const DeltaStage& stage,
+                                     const DeltaCuts& cuts, const DeltaParameters& parameters,
+                                     DeltaBlockCounts* counts, std::uint32_t warp,
+                                     std::uint32_t lane) {
+    const int num_thresholds = parameters.num_thresholds;
+    if (kind == DeltaKind::float16 && delta_has_byte_keys<kind>(parameters)) {
+        look_at<kind, kind == DeltaKind::float16>(block, stage, cuts, num_thresholds, counts, warp,
+                                                  lane);
+    } else {
+        look_at<kind, false>(block, stage, cuts, num_thresholds, counts, warp, lane);
     }
 }
 
@@ -129,7 +143,7 @@ __device__ __forceinline__ void encode_block(const Launch& launch, const DeltaBl
     const DeltaBlockPlace block = delta_block_place(row, unit.block);
     const DeltaCuts cuts = delta_cuts<kind>(*parameters);
     if (thread == 0) shared->cuts = cuts;
-    look<kind>(block, stage, cuts, parameters->num_thresholds, &counts, warp, lane);
+    look<kind>(block, stage, cuts, *parameters, &counts, warp, lane);
     __syncthreads();
     if (thread == 0) shared->is_fitting = delta_add_warps(stage, &counts) ? 1 : 0;
     __syncthreads();
@@ -292,11 +306,6 @@ __global__ __launch_bounds__(256) void sample_kernel(const DeltaSpanRow* rows,
 }
 
 constexpr std::size_t kSampleBytes = 256 * (kDeltaMaxTypical + 1) * sizeof(std::uint32_t);
-
-double now_s() {
-    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch())
-        .count();
-}
 
 }  // namespace
 

@@ -62,8 +62,7 @@ class BlockTwin {
                 const Vec16 current = Vector::read(block_.current, at, block_.size);
                 const std::uint32_t changed = Vector::changed_mask(old, current);
                 delta_stage_vector(stage_, warp, at, changed, before, running[kDeltaThresholds]);
-                const DeltaCounts own =
-                    delta_count<kind>(old, changed, cuts_, parameters_.num_thresholds);
+                const DeltaCounts own = delta_count_any<kind>(old, changed, cuts_, parameters_);
                 before.low += own.low;
                 before.high += own.high;
             }

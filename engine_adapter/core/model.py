@@ -191,14 +191,14 @@ class DecoderModel:
         size = (self.max_positions, self.config.head_dim // 2)
         arena = Arena(
             MemoryTag.STATIC,
-            2 * Arena.bytes_for([(size, str(self.dtype).removeprefix("torch."))]),
+            [(size, self.dtype)] * 2,
             str(self.device),
             remedy="lower max_positions",
             purpose="rotary tables",
             kind=memory,
         )
         self.arenas.append(arena)
-        self.cos, self.sin = arena.take(size, self.dtype), arena.take(size, self.dtype)
+        self.cos, self.sin = arena.tensors()
         fill_tables(self.config.rope, self.cos, self.sin, self.config.head_dim)
         self.slots.add_constant("rope.cos", self.cos)
         self.slots.add_constant("rope.sin", self.sin)
@@ -296,7 +296,6 @@ def _expert_shapes(specs: Sequence[StorageSpec]) -> list[tuple[int, int, int]]:
 def _allocate(
     specs: Sequence[StorageSpec], dtype: torch.dtype, device: torch.device, memory: MemoryKind
 ) -> tuple[Arena, dict[str, Tensor]]:
-    word = str(dtype).removeprefix("torch.")
-    num_bytes = Arena.bytes_for((spec.shape, word) for spec in specs)
-    arena = Arena(MemoryTag.WEIGHTS, num_bytes, str(device), remedy=_REMEDY, kind=memory)
-    return arena, {spec.name: arena.take(spec.shape, dtype) for spec in specs}
+    wanted = [(spec.shape, dtype) for spec in specs]
+    arena = Arena(MemoryTag.WEIGHTS, wanted, str(device), remedy=_REMEDY, kind=memory)
+    return arena, {spec.name: t for spec, t in zip(specs, arena.tensors(), strict=True)}

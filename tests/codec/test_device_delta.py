@@ -170,9 +170,9 @@ def test_an_engine_takes_deltas_that_are_decoded_there(
 
 def test_where_it_is_decoded_is_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WEIGHTSYNC_DECODE", raising=False)
-    assert decode_place() is DecodePlace.HOST
-    monkeypatch.setenv("WEIGHTSYNC_DECODE", "device")
     assert decode_place() is DecodePlace.DEVICE
+    monkeypatch.setenv("WEIGHTSYNC_DECODE", "host")
+    assert decode_place() is DecodePlace.HOST
     monkeypatch.setenv("WEIGHTSYNC_DECODE", "gpu")
     with pytest.raises(ConfigError, match="'gpu'; known: host, device"):
         decode_place()

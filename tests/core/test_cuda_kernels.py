@@ -211,6 +211,21 @@ def test_sampled_tokens_are_those_of_the_cpu(dtype: torch.dtype, vocab: int) -> 
     assert torch.equal(full, whole.numbers[:, 0])
 
 
+@pytest.mark.parametrize("scale", [0.0, 0.3, 20.0])
+@pytest.mark.parametrize("top_k", [0, 50])
+def test_tokens_of_flat_and_of_steep_rows_are_those_of_the_cpu(scale: float, top_k: int) -> None:
+    """The device leaves out whose noise cannot win; ties of equal scores go to the lower token."""
+    torch.manual_seed(1)
+    logits = (torch.randn(64, 20_000) * scale).bfloat16()
+    rows = [
+        SampleRow(SamplingParams(temperature=0.8, top_k=top_k), seed=i, position=9)
+        for i in range(64)
+    ]
+    expected = [found.token for found in sample(logits, rows) if found is not None]
+    assert [found.token for found in sample(logits.to(ON), rows) if found is not None] == expected
+    assert len(expected) == 64
+
+
 def test_among_equal_scores_the_same_token_as_on_the_cpu() -> None:
     torch.manual_seed(0)
     logits = (torch.randn(8, 20_000) * 2).round().bfloat16()

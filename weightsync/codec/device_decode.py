@@ -6,6 +6,7 @@ the blocks would have. What a device cannot do, it says (:class:`Outcome`), and 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -15,21 +16,21 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsync import native
-from weightsync.bucket import align
 from weightsync.codec.record import num_changed
 from weightsync.codec.spans import Bytes, Digests
 from weightsync.device_tables import (
     CPU,
     DeviceMemory,
+    copy_memory,
     cuda_errors,
     cuda_index,
     read_bytes,
     stream_of,
-    write_bytes,
 )
 from weightsync.native_delta import Place
+from weightsync.types import BUCKET_ALIGNMENT_BYTES as _ALIGNMENT
 
-_PADDING_BYTES: Final = 16  # behind the last record: whole words are read
+PADDING_BYTES: Final = 16  # behind the last record: whole words are read
 
 
 class Outcome(Enum):
@@ -52,19 +53,23 @@ class Outcome(Enum):
 
 _OUTCOMES = tuple(Outcome)
 
+Offsets = npt.NDArray[np.int64]
+
 
 @dataclass(frozen=True, eq=False)
 class CodedSpans:
     """Spans with their records in host memory. ``old_ptrs`` are addresses of the device and multiples of
-    16; ``digests`` (uint64, all blocks of the spans in turn) are those of the old blocks."""
+    16; ``digests`` (uint64, all blocks of the spans in turn) are those of the old blocks. ``buffer``: all
+    records one behind the other, and ``PADDING_BYTES``; None: they are brought together."""
 
     places: Sequence[Place]
     records: Sequence[Bytes]
     old_ptrs: Sequence[int]
     digests: Digests
+    buffer: Bytes | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)
 class DecodedSpan:
     """``count`` positions (uint32, in the span) and new values, on the device."""
 
@@ -105,23 +110,30 @@ class SpanDecoder:
         self._stream = 0 if device == CPU else stream_of(index)
         with cuda_errors(device):
             self._core: Any = native.extension.DeltaDecoder(index)
+        self._upload_s = 0.0
 
-    def decode(self, coded: CodedSpans) -> DecodedSpans:
+    def decode(self, coded: CodedSpans, num_threads: int = 1) -> DecodedSpans:
         """By span what became of it, and where its changes lie.
 
         Memory of the device: the records, and position and value of each change. Raises
         :class:`ValueError` for an address that is no multiple of 16, and :class:`TransportError`.
         """
-        counts = [_count_of(r, p) for r, p in zip(coded.records, coded.places, strict=True)]
-        offsets, room = _offsets(coded.places, counts)
+        widths = np.array([p.kind.element_bytes for p in coded.places], dtype=np.int64)
+        counts = np.array(
+            [_count_of(r, p) for r, p in zip(coded.records, coded.places, strict=True)],
+            dtype=np.int64,
+        )
+        positions, values, room = _offsets(widths, counts)
         memory, base = self._room(room)
         try:
-            packed, starts = _packed(coded.records)
+            packed, starts = _packed(coded)
             held, records_ptr = self._room(packed.size)
             try:
-                write_bytes(records_ptr, packed.tobytes(), self._device)
-                rows = _rows(coded, [records_ptr + s for s in starts], base, offsets)
-                outcomes, digests = self._run(rows, packed, starts, coded)
+                start_s = time.perf_counter()
+                copy_memory(records_ptr, packed.ctypes.data, packed.size, self._device, num_threads)
+                self._upload_s = time.perf_counter() - start_s
+                rows = _rows(coded, starts + records_ptr, positions + base, values + base)
+                outcomes, digests = self._run(rows, packed, starts, coded, num_threads)
             finally:
                 if isinstance(held, DeviceMemory):
                     held.close()
@@ -129,28 +141,27 @@ class SpanDecoder:
             if isinstance(memory, DeviceMemory):
                 memory.close()
             raise
-        found = [
-            DecodedSpan(outcome, base + positions, base + values, count)
-            for outcome, (positions, values), count in zip(outcomes, offsets, counts, strict=True)
-        ]
+        columns = ((positions + base).tolist(), (values + base).tolist(), counts.tolist())
+        found = [DecodedSpan(*row) for row in zip(outcomes, *columns, strict=True)]
         return DecodedSpans(found, digests, memory, self._device)
 
     def _run(
         self,
         rows: npt.NDArray[np.uint64],
         packed: Bytes,
-        starts: Sequence[int],
+        starts: Offsets,
         coded: CodedSpans,
+        num_threads: int,
     ) -> tuple[list[Outcome], Digests]:
         inputs = np.zeros((len(rows), 2), dtype=np.uint64)
-        inputs[:, 0] = [packed.ctypes.data + start for start in starts]
+        inputs[:, 0] = starts + packed.ctypes.data
         inputs[:, 1] = [record.size for record in coded.records]
         digests = coded.digests.copy()
         codes = np.zeros(len(rows), dtype=np.int64)
         with cuda_errors(self._device):
             self._core.run(
                 rows.ctypes.data, inputs.ctypes.data, len(rows), digests.ctypes.data,
-                codes.ctypes.data, self._stream,
+                codes.ctypes.data, self._stream, num_threads,
             )  # fmt: skip
         return [_OUTCOMES[code] for code in codes.tolist()], digests
 
@@ -165,7 +176,8 @@ class SpanDecoder:
     @property
     def seconds(self) -> dict[str, float]:
         """Where the time of the last call on a device went."""
-        return dict(zip(("tables_s", "blocks_s", "copy_s"), self._core.seconds(), strict=False))
+        names = ("index_s", "tables_s", "blocks_s", "copy_s")
+        return {"upload_s": self._upload_s} | dict(zip(names, self._core.seconds(), strict=False))
 
     def close(self) -> None:
         """Free what lies on the device. Idempotent."""
@@ -179,47 +191,35 @@ def _count_of(record: Bytes, place: Place) -> int:
     return min(num_changed(record), place.num_elements)
 
 
-def _offsets(places: Sequence[Place], counts: Sequence[int]) -> tuple[list[tuple[int, int]], int]:
+def _offsets(widths: Offsets, counts: Offsets) -> tuple[Offsets, Offsets, int]:
     """Where positions and values of each span lie, and the size of all."""
-    found, used = [], 0
-    for place, count in zip(places, counts, strict=True):
-        values = align(used + 4 * count)
-        found.append((used, values))
-        used = align(values + place.kind.element_bytes * count)
-    return found, used
+    sizes = np.stack([4 * counts, widths * counts], axis=1).reshape(-1)
+    ends = np.cumsum(-(-sizes // _ALIGNMENT) * _ALIGNMENT)
+    starts = np.concatenate([np.zeros(1, dtype=np.int64), ends])
+    return starts[:-1:2], starts[1:-1:2], int(starts[-1])
 
 
-def _packed(records: Sequence[Bytes]) -> tuple[Bytes, list[int]]:
-    """All records in one piece, each at a multiple of 16, with room behind."""
-    starts, used = [], 0
-    for record in records:
-        starts.append(used)
-        used += -(-record.size // 16) * 16
-    packed = np.zeros(used + _PADDING_BYTES, dtype=np.uint8)
-    for start, record in zip(starts, records, strict=True):
+def _packed(coded: CodedSpans) -> tuple[Bytes, Offsets]:
+    """All records in one piece of memory, with room behind, and where each begins."""
+    sizes = np.array([0, *(record.size for record in coded.records)], dtype=np.int64)
+    ends = np.cumsum(sizes)
+    if coded.buffer is not None:
+        return coded.buffer, ends[:-1]
+    packed = np.zeros(int(ends[-1]) + PADDING_BYTES, dtype=np.uint8)
+    for start, record in zip(ends.tolist(), coded.records, strict=False):
         packed[start : start + record.size] = record
-    return packed, starts
+    return packed, ends[:-1]
 
 
 def _rows(
-    coded: CodedSpans,
-    record_ptrs: Sequence[int],
-    base: int,
-    offsets: Sequence[tuple[int, int]],
+    coded: CodedSpans, records: Offsets, positions: Offsets, values: Offsets
 ) -> npt.NDArray[np.uint64]:
     """The native table; the core fills in how many changes a record has."""
-    return np.array(
-        [
-            (
-                old, record, base + positions, base + values,
-                p.kind.value, p.start_element, p.num_elements, p.seed, p.word_bytes, 0,
-            )
-            for p, old, record, (positions, values) in zip(
-                coded.places, coded.old_ptrs, record_ptrs, offsets, strict=True
-            )
-        ],
-        dtype=np.uint64,
-    ).reshape(-1, 10)  # fmt: skip
+    rows = np.zeros((len(coded.places), 10), dtype=np.uint64)
+    rows[:, 0], rows[:, 1], rows[:, 2], rows[:, 3] = coded.old_ptrs, records, positions, values
+    if coded.places:
+        rows[:, 4:9] = np.array([place.columns for place in coded.places], dtype=np.uint64)
+    return rows
 
 
-__all__ = ["CodedSpans", "DecodedSpan", "DecodedSpans", "Outcome", "SpanDecoder"]
+__all__ = ["PADDING_BYTES", "CodedSpans", "DecodedSpan", "DecodedSpans", "Outcome", "SpanDecoder"]

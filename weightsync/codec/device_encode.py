@@ -101,10 +101,7 @@ class SpanEncoder:
         if self._places is not spans.places:
             self._places = spans.places
             self._table = np.array(
-                [
-                    (0, 0, p.kind.value, p.start_element, p.num_elements, p.seed, p.word_bytes)
-                    for p in spans.places
-                ],
+                [(0, 0, *p.columns) for p in spans.places],
                 dtype=np.uint64,
             ).reshape(-1, 7)
         if not len(spans.old_ptrs) == len(spans.new_ptrs) == len(self._table):

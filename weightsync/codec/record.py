@@ -14,6 +14,8 @@ from weightsync.native_delta import Place
 
 _HEADER: Final = struct.Struct("<IBBBBQIIIIIIIIQQ")
 HEADER_BYTES: Final = _HEADER.size
+_NUM_CHANGED: Final = struct.Struct("<I")
+_NUM_CHANGED_AT: Final = 20
 _DENSE_CODING_AT, _DENSE_BYTES_AT, _CHECKSUM_AT = 7, 40, 56
 _ELEMENTS, _PLANES = 0, 1
 _ZSTD_LEVEL: Final = 1
@@ -65,7 +67,8 @@ def num_changed(record: Bytes) -> int:
     """Changed elements, as a record says that nobody checked; none of one without a whole header."""
     if record.size < HEADER_BYTES:
         return 0
-    return Header(*_HEADER.unpack(record[:HEADER_BYTES].tobytes())).num_changed
+    found: int = _NUM_CHANGED.unpack_from(record.data, _NUM_CHANGED_AT)[0]
+    return found
 
 
 def record_bytes(header: bytes) -> tuple[int, int]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
@@ -23,13 +23,12 @@ from weightsync.codec import (
 from weightsync.codec.spans import Bytes, Digests, span_bytes, span_digests, spans_of
 from weightsync.errors import ConfigError, IntegrityError, ProtocolError, UnavailableError
 from weightsync.native_delta import Place
-from weightsync.store.directory import Store, open_payload
+from weightsync.store.bulk import Step, read_exactly
+from weightsync.store.directory import Store
 from weightsync.store.object_path import AnyPath
 from weightsync.store.pieces import piece_meta, put, take
 from weightsync.store.version import TensorEntry, VersionManifest
 from weightsync.types import Box, TensorMeta
-
-_READ_BYTES: Final = 64 << 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +40,7 @@ class ChainTensor:
     meta: TensorMeta
     digest: int | None
     full: tuple[AnyPath, FileTensor] | None
-    steps: tuple[tuple[Store, VersionManifest, TensorEntry], ...]
+    steps: tuple[Step, ...]
 
     boxes: tuple[Box, ...] = ()  # that the target is in pieces of; none: it is whole
     shares: tuple[int, ...] = ()  # by box, of the digest
@@ -121,14 +120,6 @@ class ChainTensor:
                 heads[i] = next(stream, None)
             if now is not None:
                 yield _difference(place, span_bytes(old, place), now)
-
-    def records(self) -> list[tuple[Place, Bytes]]:
-        """Of the one delta that changes it, in memory; none if nothing does."""
-        if len(self.steps) > 1:
-            raise ConfigError(f"{self.meta.name!r}: several deltas change it")
-        return [
-            (place, record) for i in range(len(self.steps)) for place, record in self._records(i)
-        ]
 
     def _records(self, step: int) -> Iterator[tuple[Place, Bytes]]:
         store, manifest, entry = self.steps[step]
@@ -257,19 +248,6 @@ def _apply(
     found = list(decode_tensor(entry.meta, records, data, digests))
     for changes in found:
         apply_changes(data, changes)
-
-
-def read_exactly(path: AnyPath, offset_bytes: int, data: Bytes) -> None:
-    """All of ``data`` from a file. By reads, never mapped: an error of a network file system must be
-    an error, not a signal."""
-    with open_payload(path) as file:
-        file.seek(offset_bytes)
-        view, done = data.data, 0
-        while done < data.size:
-            count = file.readinto(view[done : done + _READ_BYTES])
-            if not count:
-                raise IntegrityError(f"{path} ends early, at {offset_bytes + done} bytes")
-            done += count
 
 
 def _step(place: Place, record: Bytes, now: Bytes, digests: Digests) -> None:

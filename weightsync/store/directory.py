@@ -10,6 +10,7 @@ import contextlib
 import heapq
 import re
 from collections.abc import Collection, Iterator
+from functools import lru_cache
 from io import FileIO
 from typing import Any, Final
 
@@ -43,6 +44,12 @@ def open_payload(path: AnyPath) -> Any:
         return path.open("rb") if isinstance(path, ObjectPath) else FileIO(path)
     except FileNotFoundError:
         raise UnavailableError(f"{path} is not there") from None
+
+
+@lru_cache(maxsize=4)
+def _parsed(data: bytes, where: str) -> VersionManifest:
+    """Who follows a store looks at one manifest to find its way, and again to go it."""
+    return VersionManifest.from_bytes(data, where)
 
 
 class Store(StoreTarget):
@@ -109,7 +116,7 @@ class Store(StoreTarget):
     def read_manifest(self, name: str) -> VersionManifest:
         """The same by the manifest's plain name."""
         path = self.path / name
-        manifest = VersionManifest.from_bytes(read_file(path, MAX_MANIFEST_BYTES), str(path))
+        manifest = _parsed(read_file(path, MAX_MANIFEST_BYTES), str(path))
         if manifest.run_id != self.run_id or manifest.file_name != name:
             raise IntegrityError(
                 f"{path}: is of run {manifest.run_id!r} and should be {manifest.file_name}"

@@ -1,44 +1,46 @@
-"""The last published version once more, on the device that trains: deltas are coded there."""
+"""The last published version on the device that trains: deltas are coded there, and it advances there."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 
 from weightsync.bucket import align
-from weightsync.codec import Changes, encode_span
+from weightsync.codec import encode_span, tensor_digest
 from weightsync.codec.device_encode import DeviceSpans, SpanEncoder
-from weightsync.codec.spans import Bytes, Digests, span_bytes, span_digests, spans_of
-from weightsync.device_patch import DevicePatch, DeviceWrite
+from weightsync.codec.spans import Bytes, Digests, span_digests, spans_of
+from weightsync.device_delta import LiveDelta, LiveDigests, decode_there
+from weightsync.device_patch import DevicePatch
 from weightsync.device_tables import private_memory, read_bytes, segment_copy
 from weightsync.native_delta import Place
-from weightsync.store.weights import DeviceWeight, Weight
+from weightsync.store.weights import DeviceWeight
 from weightsync.tables import segment_rows, table
 
 _VECTOR_BYTES: Final = 16  # what a device reads at once
 _UNALIGNED: Final = "its address is no multiple of 16"
-_UNSIGNED: Final[Mapping[int, Any]] = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 Records = dict[str, list[tuple[Place, bytes | memoryview]]]
 
 
 @dataclass(frozen=True, eq=False)
 class MirrorDelta:
-    """Records by tensor, the new block digests by tensor, the memory that records lie in, and how many
-    spans the host had to code, by reason."""
+    """Records by tensor, the new block digests by tensor, the memory that records lie in, how many
+    spans the host had to code, by reason, and the seconds of each part."""
 
     records: Records
     digests: dict[str, Digests]
     payload: Bytes
     on_host: Mapping[str, int]
+    seconds: Mapping[str, float]
 
 
 class Mirror:
-    """Copies of dense tensors on ``device``: as many bytes there as the weights have."""
+    """Copies of dense tensors on ``device``: as many bytes there as the weights have. ``weights`` are
+    these copies."""
 
     def __init__(self, weights: Mapping[str, DeviceWeight], device: str) -> None:
         self.device = device
@@ -49,11 +51,21 @@ class Mirror:
             used = align(used + meta.num_bytes)
         self._memory: Any = private_memory(max(used, 1), device)
         self._encoder = SpanEncoder(device)
+        self.weights = {
+            name: DeviceWeight(w.meta, self._ptr(name), device, self, w.box_of)
+            for name, w in weights.items()
+        }
+        self._digests = LiveDigests([(w.meta, w.ptr) for w in self.weights.values()], device)
         self.seed(weights)
 
     def fits(self, weights: Mapping[str, DeviceWeight], device: str) -> bool:
         """Whether :meth:`seed` may be given them."""
-        return device == self.device and self.metas == {n: w.meta for n, w in weights.items()}
+        held = {name: (w.meta, w.piece) for name, w in self.weights.items()}
+        return device == self.device and held == {n: (w.meta, w.piece) for n, w in weights.items()}
+
+    def block_digests(self, num_threads: int) -> dict[str, Digests]:
+        """Of what it holds, by tensor."""
+        return dict(zip(self.weights, self._digests.compute(num_threads), strict=True))
 
     def seed(self, weights: Mapping[str, DeviceWeight]) -> None:
         """Become what they are now."""
@@ -73,15 +85,10 @@ class Mirror:
     def encode(
         self,
         weights: Mapping[str, DeviceWeight],
-        former: Mapping[str, Weight],
         digests: Mapping[str, Digests],
         num_threads: int,
     ) -> MirrorDelta:
-        """What changed since; the mirror stays what it is.
-
-        ``former`` are the same old weights on the host, for spans that a device cannot code, and
-        ``digests`` those of their blocks.
-        """
+        """What changed since; the mirror stays what it is. ``digests`` are those of its blocks."""
         found = self._new_digests(digests)
         spans = [(name, place) for name, m in self.metas.items() for place in spans_of(m)]
         on_device = [s for s in spans if weights[s[0]].ptr % _VECTOR_BYTES == 0]
@@ -102,33 +109,53 @@ class Mirror:
             coded[span] = record
             if outcome.reason:
                 reasons[outcome.reason] += 1
-                coded[span] = self._on_host(span, weights, former, part)
+                coded[span] = self._on_host(span, weights, part)
         records: Records = {name: [] for name in self.metas}
         for span in spans:
             name, place = span
             if span not in coded:
                 reasons[_UNALIGNED] += 1
                 part = span_digests(found[name], place)
-                coded[span] = self._on_host(span, weights, former, part)
+                coded[span] = self._on_host(span, weights, part)
             known = coded[span]
             if known is not None:
                 records[name].append((place, known))
-        return MirrorDelta(records, found, self._encoder.payload, dict(reasons))
+        return MirrorDelta(
+            records, found, self._encoder.payload, dict(reasons), self._encoder.seconds
+        )
 
-    def advance(self, changes: Iterable[tuple[str, Changes]]) -> None:
-        """Write what a version changed. Raises what :class:`DevicePatch` raises."""
-        writes = [
-            DeviceWrite(
-                self._ptr(name) + _start_bytes(change.place),
-                change.positions,
-                change.values.view(_UNSIGNED[change.place.kind.element_bytes]),
+    def advance(
+        self,
+        records: Records,
+        former: Mapping[str, Digests],
+        digests: Mapping[str, Digests],
+        num_threads: int,
+    ) -> None:
+        """Become the version that ``records`` lead to: its block digests are ``digests``, those of the
+        one that lies here ``former``.
+
+        Nothing is written unless everything fits; raises :class:`IntegrityError`, and what
+        :class:`DevicePatch` raises.
+        """
+        changed = [name for name in self.metas if records[name]]
+        deltas = [
+            LiveDelta(
+                self.metas[name],
+                self._ptr(name),
+                [(place, np.frombuffer(r, dtype=np.uint8)) for place, r in records[name]],
+                tensor_digest(digests[name]),
             )
-            for name, change in changes
+            for name in changed
         ]
-        patch = DevicePatch(writes, self.device)
-        patch.put()
-        patch.check()
-        patch.close()
+        olds = [former[name] for name in changed]
+        found = decode_there(deltas, olds, self.device, num_threads=num_threads)
+        try:
+            patch = DevicePatch([w for writes in found.writes for w in writes], self.device)
+            patch.put()
+            patch.check()
+            patch.close()
+        finally:
+            found.close()
 
     def recycle(self, payload: Bytes) -> None:
         """See :meth:`SpanEncoder.recycle`."""
@@ -146,16 +173,16 @@ class Mirror:
         return {name: digests[name].copy() for name in self.metas}
 
     def _on_host(
-        self,
-        span: tuple[str, Place],
-        weights: Mapping[str, DeviceWeight],
-        former: Mapping[str, Weight],
-        digests: Digests,
+        self, span: tuple[str, Place], weights: Mapping[str, DeviceWeight], digests: Digests
     ) -> bytes | None:
         name, place = span
-        ptr = weights[name].ptr + _start_bytes(place)
-        new = np.frombuffer(read_bytes(ptr, place.num_bytes, self.device), dtype=np.uint8)
-        return encode_span(place, span_bytes(former[name].data, place), new, digests)
+        old, new = (
+            np.frombuffer(
+                read_bytes(ptr + _start_bytes(place), place.num_bytes, self.device), dtype=np.uint8
+            )
+            for ptr in (self._ptr(name), weights[name].ptr)
+        )
+        return encode_span(place, old, new, digests)
 
 
 def _start_bytes(place: Place) -> int:

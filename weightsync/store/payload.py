@@ -6,6 +6,7 @@ import contextlib
 import json
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from weightsync.checkpoints import INDEX_FILE, write_header
@@ -94,16 +95,26 @@ def commit(store: Store, manifest: VersionManifest) -> None:
 
 
 def write_full(
-    folder: AnyPath, weights: Sequence[Joined], file_bytes: int, extra: Mapping[str, bytes]
+    folder: AnyPath,
+    weights: Sequence[Joined],
+    file_bytes: int,
+    extra: Mapping[str, bytes],
+    num_threads: int = 1,
 ) -> tuple[FileEntry, ...]:
-    """A Hugging Face directory of these tensors, durable."""
-    files: list[FileEntry] = []
+    """A Hugging Face directory of these tensors, durable; several files are written at once."""
     data_of = {weight.meta: weight for weight in weights}
     shards = shards_of([weight.meta for weight in weights], file_bytes)
-    for name, metas in shards.items():
+
+    def write(item: tuple[str, list[TensorMeta]]) -> FileEntry:
+        name, metas = item
         chunks = _shard_chunks([data_of[meta] for meta in metas])
-        files.append(FileEntry(name, *write_durable(folder / name, chunks)))
+        entry = FileEntry(name, *write_durable(folder / name, chunks))
         reach("store.payload")
+        return entry
+
+    # When this raises, nobody writes any more: what was written is removed then.
+    with ThreadPoolExecutor(num_threads, "weightsync-files") as pool:
+        files = list(pool.map(write, shards.items()))
     for name, data in {**extra, INDEX_FILE: index_of(shards)}.items():
         files.append(FileEntry(name, *write_durable(folder / name, [data])))
     return tuple(files)
@@ -154,4 +165,4 @@ def header_of(metas: Sequence[TensorMeta]) -> bytes:
 def _shard_chunks(shard: list[Joined]) -> Iterator[bytes | memoryview]:
     yield header_of([weight.meta for weight in shard])
     for weight in shard:
-        yield weight.data.data
+        yield from weight.chunks()

@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Final
 
-import numpy as np
-
-from weightsync.codec import (
-    Changes,
-    Variant,
-    apply_changes,
-    block_digests,
-    decode_record,
-    encode_span,
-    tensor_digest,
-)
-from weightsync.codec.spans import Bytes, Digests, span_bytes, span_digests, spans_of
+from weightsync.codec import Variant, encode_span
+from weightsync.codec.spans import Digests, span_bytes, span_digests, spans_of
 from weightsync.errors import VersionError
 from weightsync.native_delta import Place
 from weightsync.store.directory import Store
@@ -33,6 +23,7 @@ from weightsync.store.payload import (
     payload_folder,
     write_full,
 )
+from weightsync.store.snapshot import Encoded, Snapshot, base_of, copied, share_in
 from weightsync.store.version import (
     MAX_VERSION,
     Identity,
@@ -45,6 +36,7 @@ from weightsync.store.version import (
 )
 from weightsync.store.weights import (
     AnyWeights,
+    DeviceWeight,
     Weight,
     Weights,
     by_tensor,
@@ -62,50 +54,15 @@ DENSE_SHARE: Final = 0.6
 _SPANS_AT_ONCE: Final = 256
 
 
-@dataclass(eq=False)
-class _Snapshot:
-    """Copies of weights in this process's memory; ``identity`` is the version of the store that they
-    are, None while they are none that is visible. ``mirror``: the same on the device that trains."""
-
-    identity: Identity | None
-    weights: Weights
-    digests: dict[str, Digests]
-    shares: dict[str, int]  # of pieces, in the digests of their tensors
-    mirror: Mirror | None = None
-
-
-@dataclass(eq=False)
-class Encoded:
-    """A version that is not published yet; the weights it was made of may change.
-
-    ``records`` are those of a delta on ``base``; None: a full version, whose bytes are the
-    publisher's snapshot by now. ``on_host``: spans that the host coded because the device could not,
-    by reason. ``payload``: what records of a device lie in.
-    """
-
-    version: int
-    base: Identity | None
-    records: Records | None
-    digests: dict[str, Digests]
-    shares: dict[str, int]
-    on_host: Mapping[str, int] = field(default_factory=dict)
-    payload: Bytes | None = None
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the records."""
-        return sum(len(r) for rs in (self.records or {}).values() for _, r in rs)
-
-
 class Publisher(StoreSource):
     """Publishes the versions of one run, from one process.
 
-    Keeps a copy of the weights in host memory (their size) to diff against, and with ``is_mirrored``
-    one more on the device of the weights, where they are compared and coded then; otherwise weights
-    of a device are copied to the host for that. It advances only when a
-    version is visible in the store; after any failure the next version is coded against the last one
-    that is. Nothing is ever overwritten: a second publisher of the run gets :class:`BusyError`.
-    ``publish`` is ``commit(encode(...))``; one may go on changing weights between the two.
+    Keeps a copy of the weights (their size) to diff against, in host memory, where weights of a device are
+    copied to be compared; or, with ``is_mirrored``, on the device of the weights, where they are compared
+    and coded then. It advances only when a version is visible in the store; after any failure the
+    next version is coded against the last one that is. Nothing is ever overwritten: a second
+    publisher of the run gets :class:`BusyError`. ``publish`` is ``commit(encode(...))``, and ``commit``
+    is ``make_visible`` and ``advance``; one may go on changing weights once it is encoded.
     """
 
     def __init__(
@@ -125,7 +82,7 @@ class Publisher(StoreSource):
         self._variant = variant
         self._threads = num_threads
         self._is_mirrored = is_mirrored and variant is Variant.EXACT
-        self._snapshot: _Snapshot | None = None
+        self._snapshot: Snapshot | None = None
         #: Between what writes the snapshot and what reads it behind the next step. Not reentrant.
         self.snapshot_lock = threading.Lock()
         store.path.mkdir(parents=True, exist_ok=True)
@@ -157,22 +114,19 @@ class Publisher(StoreSource):
             return self._copy_all(version, weights)
 
     def _copy_all(self, version: int, weights: AnyWeights) -> Encoded:
-        former, copies = self._snapshot, {}
-        self._snapshot = None
-        for name, weight in weights.items():
-            kept = None if former is None else former.weights.get(name)
-            if kept is not None and (kept.meta, kept.piece) == (weight.meta, weight.piece):
-                kept.data[:] = weight.data
-                copies[name] = kept
-            else:
-                copies[name] = Weight(weight.meta, weight.data.copy(), None, weight.box_of)
-        with ThreadPoolExecutor(self._threads, "weightsync-digest") as pool:
-            found = pool.map(lambda w: block_digests(w.meta, w.data), copies.values())
-            digests = dict(zip(copies, found, strict=True))
-        shares = shares_of(copies, list(copies), self._threads)
+        start_s = time.perf_counter()
+        former, self._snapshot = self._snapshot, None
         mirror = self._mirror_of(weights, None if former is None else former.mirror)
-        self._snapshot = _Snapshot(None, copies, digests, shares, mirror)
-        return Encoded(version, None, None, digests, shares)
+        copies: AnyWeights
+        if mirror is not None:
+            copies, digests = mirror.weights, mirror.block_digests(self._threads)
+        else:
+            kept = {} if former is None else former.weights
+            copies, digests = copied(weights, kept, self._threads)
+        shares = shares_of(copies, list(copies), self._threads)
+        self._snapshot = Snapshot(None, copies, digests, shares, mirror)
+        phases = {"copy": time.perf_counter() - start_s}
+        return Encoded(version, None, None, digests, shares, phases=phases)
 
     def _check_weights(self, weights: AnyWeights) -> None:
         check_whole(weights)
@@ -196,56 +150,66 @@ class Publisher(StoreSource):
             return self.encode_full(version, weights)
         self._check_version(version)
         check_same(snapshot.weights, weights)
-        placed = on_device(weights)
-        if snapshot.mirror is not None and placed is not None:
-            delta = snapshot.mirror.encode(
-                placed, snapshot.weights, snapshot.digests, self._threads
-            )
-            encoded = Encoded(
-                version,
-                snapshot.identity,
-                delta.records,
-                delta.digests,
-                self._new_shares(snapshot, placed, delta.records),
-                delta.on_host,
-                delta.payload,
-            )
-            if encoded.num_bytes > self._limit_bytes(weights):
-                return self.encode_full(version, weights)
-            return encoded
-        return self._encode_on_host(version, snapshot, weights)
+        placed, mirror = on_device(weights), snapshot.mirror
+        if mirror is None or placed is None or mirror.device != next(iter(placed.values())).device:
+            return self._encode_on_host(version, snapshot, weights)
+        return self._encode_there(version, snapshot, mirror, placed)
+
+    def _encode_there(
+        self, version: int, snapshot: Snapshot, mirror: Mirror, weights: Mapping[str, DeviceWeight]
+    ) -> Encoded:
+        start_s = time.perf_counter()
+        delta = mirror.encode(weights, snapshot.digests, self._threads)
+        coded_s = time.perf_counter()
+        encoded = Encoded(
+            version,
+            snapshot.identity,
+            delta.records,
+            delta.digests,
+            self._new_shares(snapshot, weights, delta.records),
+            delta.on_host,
+            delta.payload,
+            {"code": coded_s - start_s, **{f"code_{n}": s for n, s in delta.seconds.items()}},
+        )
+        if encoded.num_bytes > self._limit_bytes(weights):
+            return self.encode_full(version, weights)
+        return encoded
 
     def _limit_bytes(self, weights: AnyWeights) -> float:
         return DENSE_SHARE * sum(w.meta.num_bytes for w in weights.values())
 
-    def _encode_on_host(self, version: int, snapshot: _Snapshot, weights: AnyWeights) -> Encoded:
+    def _encode_on_host(self, version: int, snapshot: Snapshot, weights: AnyWeights) -> Encoded:
         digests = {name: d.copy() for name, d in snapshot.digests.items()}
-        limit_bytes = self._limit_bytes(weights)
-        here = {name: Weight(w.meta, w.data, w, w.box_of) for name, w in weights.items()}
+        limit_bytes, start_s = self._limit_bytes(weights), time.perf_counter()
+        former, here = (
+            {name: Weight(w.meta, w.data, w, w.box_of) for name, w in held.items()}
+            for held in (snapshot.weights, weights)
+        )
         records: Records = {name: [] for name in weights}
         num_bytes = 0
-        for name, place, record in self._encoded_spans(snapshot, here, digests):
+        for name, place, record in self._encoded_spans(former, here, digests):
             records[name].append((place, record))
             num_bytes += len(record)
             if num_bytes > limit_bytes:
                 return self.encode_full(version, weights)
         shares = self._new_shares(snapshot, here, records)
-        return Encoded(version, snapshot.identity, records, digests, shares)
+        phases = {"code": time.perf_counter() - start_s}
+        return Encoded(version, snapshot.identity, records, digests, shares, phases=phases)
 
     def _new_shares(
-        self, snapshot: _Snapshot, weights: AnyWeights, records: Records
+        self, snapshot: Snapshot, weights: AnyWeights, records: Records
     ) -> dict[str, int]:
         changed = [name for name, found in records.items() if found]
         return snapshot.shares | shares_of(weights, changed, self._threads)
 
     def _encoded_spans(
-        self, snapshot: _Snapshot, weights: Weights, digests: dict[str, Digests]
+        self, former: Weights, weights: Weights, digests: dict[str, Digests]
     ) -> Iterator[tuple[str, Place, bytes]]:
         """Spans side by side, so that one large tensor is not the tail of all."""
 
         def one(item: tuple[str, Place]) -> tuple[str, Place, bytes | None]:
             name, place = item
-            old, new = snapshot.weights[name].data, weights[name].data
+            old, new = former[name].data, weights[name].data
             part = span_digests(digests[name], place)
             record = encode_span(
                 place, span_bytes(old, place), span_bytes(new, place), part, self._variant
@@ -264,55 +228,48 @@ class Publisher(StoreSource):
     def commit(self, pending: Encoded) -> VersionManifest:
         """Make it visible, then advance the snapshot. Raises as :meth:`publish_full`; the store and the
         last version are then what they were."""
-        encoded = pending
+        manifest = self.make_visible(pending)
+        self.advance(pending, manifest.target)
+        return manifest
+
+    def make_visible(self, encoded: Encoded) -> VersionManifest:
+        """The first half of :meth:`commit`."""
+        start_s = time.perf_counter()
         self._check_version(encoded.version)
-        snapshot = self._base_of(encoded)
+        snapshot = base_of(self._snapshot, encoded)
         with payload_folder(self.store, f"v{encoded.version:012}") as folder:
             if encoded.records is None:
                 manifest = self._full(folder, encoded, snapshot)
             else:
                 manifest = self._delta(folder, encoded, encoded.records, snapshot)
+            written_s = time.perf_counter()
             commit(self.store, manifest)
-        self._become(encoded, manifest.target)
+        encoded.phases["write"] = written_s - start_s
+        encoded.phases["manifest"] = time.perf_counter() - written_s
         return manifest
 
-    def _base_of(self, encoded: Encoded) -> _Snapshot:
-        """Raises :class:`VersionError` if it was encoded on another than the last version."""
-        snapshot = self._snapshot
-        if snapshot is None or (encoded.records is not None and snapshot.identity != encoded.base):
-            raise VersionError(
-                f"version {encoded.version} was encoded on {encoded.base}, which is not this "
-                "publisher's last version any more; encode it again"
-            )
-        return snapshot
+    def advance(self, encoded: Encoded, target: Identity) -> None:
+        """The second half of :meth:`commit`: what was encoded is visible, as ``target``.
 
-    def _become(self, encoded: Encoded, target: Identity) -> None:
-        """Advance the snapshot: what was encoded is visible."""
-        snapshot = self._snapshot
-        if snapshot is None:
-            raise VersionError(f"version {encoded.version}: there is no snapshot to advance")
-        self._snapshot = None  # neither one nor the other until all is copied
+        Raises :class:`IntegrityError`, and :class:`VersionError`; the next version is then full.
+        """
+        snapshot = base_of(self._snapshot, encoded)
+        self._snapshot = None  # neither one nor the other until all is there
         if encoded.records is not None:
-            self._advance(snapshot, encoded)
-        self._snapshot = _Snapshot(
+            try:
+                snapshot.advance(encoded, self._threads)
+            except BaseException:
+                snapshot.close()
+                raise
+        self._snapshot = Snapshot(
             target, snapshot.weights, encoded.digests, encoded.shares, snapshot.mirror
         )
-
-    def _advance(self, snapshot: _Snapshot, encoded: Encoded) -> None:
-        items = (encoded.records or {}).items()
-        with ThreadPoolExecutor(self._threads, "weightsync-advance") as pool:
-            found = pool.map(lambda item: _advance(snapshot, *item), items)
-            changes = [(name, c) for (name, _), cs in zip(items, found, strict=True) for c in cs]
-        if snapshot.mirror is not None:
-            snapshot.mirror.advance(changes)
-            if encoded.payload is not None:  # nobody looks at the records any more
-                snapshot.mirror.recycle(encoded.payload)
 
     def close(self) -> None:
         """Free what lies on a device. Idempotent."""
         snapshot, self._snapshot = self._snapshot, None
-        if snapshot is not None and snapshot.mirror is not None:
-            snapshot.mirror.close()
+        if snapshot is not None:
+            snapshot.close()
 
     def anchor(self) -> VersionManifest:
         """The last version once more, in full, beside the delta that leads to it: for who starts anew.
@@ -337,7 +294,7 @@ class Publisher(StoreSource):
         self,
         folder: AnyPath,
         encoded: Encoded,
-        snapshot: _Snapshot,
+        snapshot: Snapshot,
         kind: VersionKind = VersionKind.FULL,
     ) -> VersionManifest:
         whole = by_tensor(snapshot.weights)
@@ -347,7 +304,7 @@ class Publisher(StoreSource):
             )
             for tensor in whole
         )
-        files = write_full(folder, whole, self._file_bytes, self._extra)
+        files = write_full(folder, whole, self._file_bytes, self._extra, self._threads)
         return VersionManifest(
             run_id=self.store.run_id,
             kind=kind,
@@ -363,7 +320,7 @@ class Publisher(StoreSource):
         folder: AnyPath,
         encoded: Encoded,
         records: Records,
-        snapshot: _Snapshot,
+        snapshot: Snapshot,
     ) -> VersionManifest:
         writer = RecordWriter(folder, self._file_bytes)
         entries = []
@@ -393,34 +350,6 @@ class Publisher(StoreSource):
                 f"version {version} of run {self.store.run_id!r}: the store holds {last}; "
                 "versions rise, and a number is never used again"
             )
-
-
-def share_in(encoded: Encoded, weight: Weight) -> int:
-    """Of a piece in the digest of its tensor; of a whole tensor its digest."""
-    name = weight.meta.name
-    return tensor_digest(encoded.digests[name]) if weight.piece.is_whole else encoded.shares[name]
-
-
-def _advance(
-    snapshot: _Snapshot, name: str, records: list[tuple[Place, bytes | memoryview]]
-) -> list[Changes]:
-    """Take a tensor of the snapshot to what was published, from the records: the weights may be others
-    by now. Returns the changes, for the mirror. Raises :class:`IntegrityError` if the records do not
-    lead there."""
-    data, digests = snapshot.weights[name].data, snapshot.digests[name].copy()
-    found: list[Changes] = []
-    for place, record in records:
-        changes = decode_record(
-            place,
-            np.frombuffer(record, dtype=np.uint8),
-            span_bytes(data, place),
-            span_digests(digests, place),
-            are_digests_known=True,
-        )
-        apply_changes(data, changes)
-        if snapshot.mirror is not None:
-            found.append(changes)
-    return found
 
 
 __all__ = ["DEFAULT_FILE_BYTES", "Encoded", "Publisher", "Weight", "Weights", "weights_of"]

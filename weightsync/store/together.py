@@ -24,7 +24,8 @@ from weightsync.faults import reach
 from weightsync.store.durable import hash_file, named_errors, sync_directory, write_durable
 from weightsync.store.payload import RecordWriter, header_of, index_of, shards_of
 from weightsync.store.pieces import Piece
-from weightsync.store.publish import DENSE_SHARE, Encoded, Publisher, share_in
+from weightsync.store.publish import DENSE_SHARE, Publisher
+from weightsync.store.snapshot import Encoded, base_of, share_in
 from weightsync.store.version import (
     FileEntry,
     Identity,
@@ -34,7 +35,7 @@ from weightsync.store.version import (
     joined_entry,
     root_of,
 )
-from weightsync.store.weights import AnyWeights, Weight
+from weightsync.store.weights import AnyWeights, DeviceWeight, Weight
 from weightsync.tables import dense_strides
 from weightsync.types import Box, TensorMeta, item_bytes
 
@@ -99,7 +100,7 @@ class PartPublisher(Publisher):
         Nothing is visible, and the snapshot stays. Raises :class:`VersionError`,
         :class:`CapacityError`.
         """
-        snapshot = self._base_of(encoded)
+        snapshot = base_of(self._snapshot, encoded)
         weights = snapshot.weights
         if encoded.records is None:
             write_boxes(folder, list(weights.values()))
@@ -117,8 +118,10 @@ class PartPublisher(Publisher):
             ]
             files, num_changed = writer.finish(), writer.num_changed
         sync_directory(folder)
-        found = zip(weights.values(), entries, strict=True)
-        pieces = tuple((w.piece, entry, share_in(encoded, w)) for w, entry in found)
+        held: list[Weight | DeviceWeight] = [*weights.values()]
+        pieces = tuple(
+            (w.piece, entry, share_in(encoded, w)) for w, entry in zip(held, entries, strict=True)
+        )
         return WrittenPart(files, pieces, num_changed)
 
     def whole(self) -> Encoded:
@@ -128,11 +131,6 @@ class PartPublisher(Publisher):
             raise VersionError("no version of this publisher to write")
         version = snapshot.identity.version
         return Encoded(version, None, None, snapshot.digests, snapshot.shares)
-
-    def advance(self, encoded: Encoded, target: Identity) -> None:
-        """The version is visible. Raises :class:`IntegrityError`: the next one is then full."""
-        self._base_of(encoded)
-        self._become(encoded, target)
 
 
 def is_dense(num_bytes: Sequence[int], total_bytes: Sequence[int]) -> bool:
@@ -160,10 +158,10 @@ def lay_out(
     return [*shards, *extra, INDEX_FILE]
 
 
-def write_boxes(folder: Path, weights: Sequence[Weight]) -> None:
+def write_boxes(folder: Path, weights: Sequence[Weight | DeviceWeight]) -> None:
     """Each piece to its place in files that were laid out, durably."""
     places = {tensor.meta: tensor for tensor in read_tensors(folder)}
-    by_file: dict[str, list[Weight]] = {}
+    by_file: dict[str, list[Weight | DeviceWeight]] = {}
     for weight in weights:
         place = places.get(weight.piece.tensor)
         if place is None:
@@ -183,10 +181,10 @@ def write_boxes(folder: Path, weights: Sequence[Weight]) -> None:
         reach("store.payload")
 
 
-def _runs(weight: Weight) -> Iterator[tuple[int, memoryview]]:
+def _runs(weight: Weight | DeviceWeight) -> Iterator[tuple[int, memoryview]]:
     """Where each run of bytes of a piece lies in its tensor."""
-    tensor, box = weight.piece.tensor, weight.piece.box
-    if not weight.data.size:
+    tensor, box, data = weight.piece.tensor, weight.piece.box, weight.data
+    if not data.size:
         return
     strides = dense_strides(tensor.shape, item_bytes(tensor.dtype))
     partial = [d for d, n in enumerate(tensor.shape) if box.shape[d] != n]
@@ -194,9 +192,9 @@ def _runs(weight: Weight) -> Iterator[tuple[int, memoryview]]:
     starts = np.array([sum(a * s for a, s in zip(box.start, strides, strict=True))], dtype=np.int64)
     for extent, stride in zip(box.shape[:outer], strides[:outer], strict=True):
         starts = (starts[:, None] + np.arange(extent, dtype=np.int64) * stride).reshape(-1)
-    size = weight.data.size // starts.size
+    size = data.size // starts.size
     for i, start in enumerate(starts.tolist()):
-        yield start, weight.data.data[i * size : (i + 1) * size]
+        yield start, data.data[i * size : (i + 1) * size]
 
 
 def _write_at(fd: int, data: memoryview, offset: int) -> None:

@@ -227,10 +227,12 @@ class VersionManifest:
         if len(set(names)) != len(names):
             raise ValueError("a tensor is listed twice")
         for entry in self.tensors:
+            if not entry.pieces:
+                self._check_place(entry)
+                continue
             for _, part in entry.parts():
                 self._check_place(part)
-            if entry.pieces:
-                self._check_pieces(entry)
+            self._check_pieces(entry)
         if root_of(self.tensors) != self.target.root:
             raise ValueError("its root does not fit its tensors")
 

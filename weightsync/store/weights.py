@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from weightsync.codec.spans import Bytes
-from weightsync.device_tables import CPU, bytes_at, owned_digests, read_bytes, synchronize
+from weightsync.device_tables import (
+    CPU,
+    bytes_at,
+    copy_memory,
+    owned_digests,
+    read_bytes,
+    synchronize,
+)
 from weightsync.digest import DigestPart, part_rows
 from weightsync.errors import LayoutError, UnknownNameError
 from weightsync.manifest import name_some
@@ -19,6 +26,9 @@ from weightsync.store.pieces import Piece, check_tiling, put, take
 from weightsync.tables import dense_strides
 from weightsync.tensors import TensorView, view_of
 from weightsync.types import Box, TensorMeta, item_bytes
+
+#: Of a tensor on a device, on its way into a file.
+CHUNK_BYTES: Final = 32 << 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +117,7 @@ class Joined:
     """A whole tensor from its pieces; whoever looks at ``data`` copies it."""
 
     meta: TensorMeta
-    parts: Sequence[Weight]
+    parts: Sequence[Weight | DeviceWeight]
 
     @property
     def data(self) -> Bytes:
@@ -119,10 +129,23 @@ class Joined:
             put(self.meta, part.piece.box, found, part.data)
         return found
 
+    def chunks(self) -> Iterator[memoryview]:
+        """The same bytes in turn; each holds until the next is asked for. Of a whole tensor on a device
+        there is never more than one of them on the host."""
+        (first, *others) = self.parts
+        if others or not first.piece.is_whole or isinstance(first, Weight):
+            yield self.data.data
+            return
+        buffer: Bytes = np.empty(min(CHUNK_BYTES, self.meta.num_bytes), dtype=np.uint8)
+        for start in range(0, self.meta.num_bytes, CHUNK_BYTES):
+            size = min(CHUNK_BYTES, self.meta.num_bytes - start)
+            copy_memory(buffer.ctypes.data, first.ptr + start, size, first.device)
+            yield buffer.data[:size]
 
-def by_tensor(weights: Weights) -> list[Joined]:
+
+def by_tensor(weights: AnyWeights) -> list[Joined]:
     """The tensors that pieces are of, in order."""
-    found: dict[TensorMeta, list[Weight]] = {}
+    found: dict[TensorMeta, list[Weight | DeviceWeight]] = {}
     for weight in weights.values():
         found.setdefault(weight.piece.tensor, []).append(weight)
     return [Joined(meta, parts) for meta, parts in found.items()]
@@ -187,7 +210,7 @@ def weight_of(name: str, view: TensorView, tensor: Any) -> Weight:
     return Weight(meta, np.frombuffer(memory, dtype=np.uint8), view.owner)
 
 
-def check_same(kept: Weights, weights: AnyWeights) -> None:
+def check_same(kept: AnyWeights, weights: AnyWeights) -> None:
     unknown = sorted(weights.keys() - kept.keys())
     missing = sorted(kept.keys() - weights.keys())
     if unknown or missing:

@@ -68,10 +68,10 @@ struct DeltaDecodeBatch {
     std::int64_t num_blocks() const { return first_block.back(); }
 };
 
-// Looks into the records: headers, parameters, indices. Whatever is wrong with one is its outcome.
-// Throws std::invalid_argument for a row that cannot be.
+// Looks into the records: checksums, headers, parameters, indices. Whatever is wrong with one is
+// its outcome. Throws std::invalid_argument for a row that cannot be.
 DeltaDecodeBatch delta_decode_batch(const DeltaDecodeRow* rows, const DeltaDecodeInput* inputs,
-                                    std::int64_t num_rows);
+                                    std::int64_t num_rows, int num_threads);
 
 // Outcomes from what the blocks added, by row, and the digests of all blocks as they would become.
 void delta_decode_settle(DeltaDecodeBatch* batch, const DeltaDecodeState* states,

@@ -14,7 +14,7 @@ WEIGHTSYNC_HD_INLINE void delta_clear_maps(const Team&, std::uint32_t thread, st
     for (std::uint32_t i = thread; i < kDecodeExceptionWords; i += count) {
         block->exception_map[i] = 0;
     }
-    if (thread == 0) block->state = 0;
+    if (thread == 0) block->state = block->num_put = 0;
 }
 
 template <DeltaKind kind>

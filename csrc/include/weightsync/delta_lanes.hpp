@@ -54,6 +54,15 @@ WEIGHTSYNC_HD_INLINE std::uint32_t lowest_bit(std::uint32_t word) {
 #endif
 }
 
+// Bytes 1 and 3 of both words.
+WEIGHTSYNC_HD_INLINE std::uint32_t odd_bytes(std::uint32_t a, std::uint32_t b) {
+#ifdef __CUDA_ARCH__
+    return __byte_perm(a, b, 0x7531);
+#else
+    return (a >> 8 & 0xFFu) | (a >> 16 & 0xFF00u) | (b << 8 & 0xFF0000u) | (b & 0xFF000000u);
+#endif
+}
+
 template <DeltaKind kind>
 struct DeltaVector {
     using Element = DeltaElement<kind>;
@@ -149,18 +158,77 @@ WEIGHTSYNC_HD_INLINE DeltaCuts delta_cuts(const DeltaParameters& parameters) {
     return cuts;
 }
 
+// How many keys of a vector reach a threshold.
 template <DeltaKind kind>
+struct KeyCounter {
+    const Vec16& vector;
+    const DeltaCuts& cuts;
+
+    WEIGHTSYNC_HD_INLINE std::uint32_t at(int t) const {
+        return DeltaVector<kind>::count_reached(vector, cuts.at[t]);
+    }
+};
+
+// The same of 16-bit elements whose thresholds are all below 128, a weight below 2: keys are taken
+// out as bytes once, and four of them compared at once. A key of 128 and more reaches all of them.
+struct ByteKeyCounter {
+    static constexpr std::uint32_t tops = 0x80808080u;
+    std::uint32_t keys[2];
+    const DeltaCuts& cuts;
+
+    WEIGHTSYNC_HD_INLINE ByteKeyCounter(const Vec16& vector, const DeltaCuts& of) : cuts(of) {
+        keys[0] = odd_bytes(vector.w[0] << 1, vector.w[1] << 1);
+        keys[1] = odd_bytes(vector.w[2] << 1, vector.w[3] << 1);
+    }
+    WEIGHTSYNC_HD_INLINE std::uint32_t at(int t) const {
+        // Of each half the threshold at its bits 7 to 13: brought to both of its bytes.
+        const std::uint32_t cut = cuts.at[t] >> 7 | cuts.at[t] << 1;
+        const std::uint32_t one = (keys[0] | ((keys[0] | tops) - cut)) & tops;
+        const std::uint32_t other = (keys[1] | ((keys[1] | tops) - cut)) & tops;
+        return count_bits(one >> 1 | other);
+    }
+};
+
+// Whether keys may be counted as bytes.
+template <DeltaKind kind>
+WEIGHTSYNC_HD_INLINE bool delta_has_byte_keys(const DeltaParameters& parameters) {
+    const int count = parameters.num_thresholds;
+    return kind == DeltaKind::float16 && (count == 0 || parameters.thresholds[count - 1] < 128);
+}
+
+template <typename Counter>
+WEIGHTSYNC_HD_INLINE DeltaCounts delta_counts_of(const Counter& keys, std::uint32_t changed,
+                                                 int num_thresholds) {
+    DeltaCounts counts{count_bits(changed), 0};
+    if (num_thresholds == 0) return counts;
+    counts.low |= keys.at(0) << 10;
+    if (num_thresholds > 1) counts.low |= keys.at(1) << 20;
+    if (num_thresholds > 2) counts.high |= keys.at(2);
+    if (num_thresholds > 3) counts.high |= keys.at(3) << 10;
+    if (num_thresholds > 4) counts.high |= keys.at(4) << 20;
+    return counts;
+}
+
+// `has_byte_keys` only if delta_has_byte_keys says so.
+template <DeltaKind kind, bool has_byte_keys>
 WEIGHTSYNC_HD_INLINE DeltaCounts delta_count(const Vec16& old, std::uint32_t changed,
                                              const DeltaCuts& cuts, int num_thresholds) {
-    using Vector = DeltaVector<kind>;
-    DeltaCounts counts{count_bits(changed), 0};
-    if (kind == DeltaKind::bytes || num_thresholds == 0) return counts;
-    counts.low |= Vector::count_reached(old, cuts.at[0]) << 10;
-    if (num_thresholds > 1) counts.low |= Vector::count_reached(old, cuts.at[1]) << 20;
-    if (num_thresholds > 2) counts.high |= Vector::count_reached(old, cuts.at[2]);
-    if (num_thresholds > 3) counts.high |= Vector::count_reached(old, cuts.at[3]) << 10;
-    if (num_thresholds > 4) counts.high |= Vector::count_reached(old, cuts.at[4]) << 20;
-    return counts;
+    if constexpr (kind == DeltaKind::bytes) return {count_bits(changed), 0};
+    if constexpr (has_byte_keys) {
+        return delta_counts_of(ByteKeyCounter(old, cuts), changed, num_thresholds);
+    }
+    return delta_counts_of(KeyCounter<kind>{old, cuts}, changed, num_thresholds);
+}
+
+// As a device chooses, for its twin.
+template <DeltaKind kind>
+WEIGHTSYNC_HD_INLINE DeltaCounts delta_count_any(const Vec16& old, std::uint32_t changed,
+                                                 const DeltaCuts& cuts,
+                                                 const DeltaParameters& parameters) {
+    const int count = parameters.num_thresholds;
+    return delta_has_byte_keys<kind>(parameters)
+               ? delta_count<kind, kind == DeltaKind::float16>(old, changed, cuts, count)
+               : delta_count<kind, false>(old, changed, cuts, count);
 }
 
 WEIGHTSYNC_HD_INLINE std::uint32_t delta_field(const DeltaCounts& counts, int t) {

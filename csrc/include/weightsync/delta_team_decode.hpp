@@ -97,6 +97,7 @@ struct DeltaDecodeBlock {
     DeltaDecodeClass classes[kDeltaClasses];
     int num_classes;
     std::uint32_t num_changed;
+    std::uint32_t num_put;
     std::uint32_t num_codes;  // of all numbers
     std::uint32_t num_exceptions;
     std::uint32_t num_exception_codes;
@@ -408,7 +409,9 @@ struct DeltaEmit {
         const auto down = static_cast<std::uint32_t>(codes.peek(block->signs + change) & 1);
         const std::uint32_t to = Element::stepped(from, static_cast<std::uint32_t>(step), down);
         const std::uint32_t position = first + e;
-        const std::uint32_t slot = out.first + change;
+        // In turn, so that neighbours in the list are neighbours in memory: each class has a list
+        // of its own over the whole block.
+        const std::uint32_t slot = out.first + take_one(&block->num_put);
         out.positions[slot] = out.first_position + position;
         if constexpr (Element::bytes == 4) {
             reinterpret_cast<std::uint32_t*>(out.values)[slot] = to;

@@ -48,6 +48,15 @@ WEIGHTSYNC_HD_INLINE void add_to(std::uint32_t* counter, std::uint32_t value) {
 #endif
 }
 
+// What it was.
+WEIGHTSYNC_HD_INLINE std::uint32_t take_one(std::uint32_t* counter) {
+#ifdef __CUDA_ARCH__
+    return atomicAdd(counter, 1u);
+#else
+    return (*counter)++;
+#endif
+}
+
 WEIGHTSYNC_HD_INLINE void set_bits(std::uint32_t* word, std::uint32_t bits) {
 #ifdef __CUDA_ARCH__
     atomicOr(word, bits);

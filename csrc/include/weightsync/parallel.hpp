@@ -101,4 +101,20 @@ class WorkAxis {
     std::vector<std::int64_t> starts_;
 };
 
+// Calls `work(i)` for i < count on threads that take the next few in turn.
+template <typename Work>
+void for_all(std::int64_t count, int num_threads, const Work& work) {
+    constexpr std::int64_t grain = 8;
+    std::atomic<std::int64_t> next{0};
+    const auto useful =
+        static_cast<int>(std::min<std::int64_t>({num_threads, count / grain + 1, kMaxThreads}));
+    run_on_threads(useful, [&] {
+        for (;;) {
+            const std::int64_t begin = next.fetch_add(grain);
+            if (begin >= count) return;
+            for (std::int64_t i = begin; i < std::min(begin + grain, count); ++i) work(i);
+        }
+    });
+}
+
 }  // namespace weightsync
