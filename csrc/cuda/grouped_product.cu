@@ -45,6 +45,7 @@ using Most = Tiling<4, 4, 2, 4, 4, 4>;
 using Try5 = Tiling<5, 4, 1, 2, 2, 5>;
 using Try6 = Tiling<6, 2, 1, 2, 2, 4, 16>;
 using Try7 = Tiling<7, 2, 1, 2, 2, 6>;
+using Try8 = Tiling<8, 1, 1, 2, 1, 8>;
 
 // Of the lists in shared memory that tell where tiles are.
 int table_bytes(std::int64_t num_experts) {
@@ -414,6 +415,8 @@ void cuda_grouped_product(const GroupedProduct& product, std::uintptr_t stream, 
             return launch<Try6>(product, on, device);
         case 7:
             return launch<Try7>(product, on, device);
+        case 8:
+            return launch<Try8>(product, on, device);
     }
     throw std::invalid_argument("grouped product: unknown shape");
 }

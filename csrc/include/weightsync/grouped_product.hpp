@@ -35,9 +35,10 @@ struct TileShape {
     std::int32_t rows;
     std::int32_t weight_rows;
 };
-inline constexpr int kNumTileShapes = 8;
-inline constexpr TileShape kTileShapes[kNumTileShapes] = {
-    {16, 64}, {32, 128}, {64, 128}, {128, 128}, {128, 256}, {32, 128}, {32, 64}, {32, 64}};
+inline constexpr int kNumTileShapes = 9;
+inline constexpr TileShape kTileShapes[kNumTileShapes] = {{16, 64},   {32, 128},  {64, 128},
+                                                          {128, 128}, {128, 256}, {32, 128},
+                                                          {32, 64},   {32, 64},   {16, 32}};
 
 // Place of the shape for so many rows in all. Expert's rows spread around their mean: the tile is
 // twice of it where reading weights is what takes the time.
