@@ -46,57 +46,90 @@ struct alignas(kCount * sizeof(typename Type::Memory)) Adjacent {
     __device__ float operator[](int i) const { return Type::load(values[i]); }
 };
 
-// One warp has one head of one row: a lane has kPairs neighbours among the pairs of elements that
-// rotate together, and those 32 * kPairs further.
+// What a lane reads of a head: kPairs pairs of elements that rotate together, the weights of their
+// norm, and by how much they rotate.
+template <typename Type, int kPairs, bool kAtOnce>
+struct HeadPart {
+    using Memory = typename Type::Memory;
+    using Some = Adjacent<Type, kPairs, kAtOnce>;
+    Some first;
+    Some second;
+    Some first_weight;
+    Some second_weight;
+    Some cos;
+    Some sin;
+
+    __device__ void load(const Memory* head, const Memory* weight, const Memory* cosines,
+                         const Memory* sines, std::int64_t half) {
+        first = Some::at(head);
+        second = Some::at(head + half);
+        cos = Some::at(cosines);
+        sin = Some::at(sines);
+        if (weight == nullptr) return;
+        first_weight = Some::at(weight);
+        second_weight = Some::at(weight + half);
+    }
+
+    __device__ float squares() const {
+        float sum = 0.0f;
+#pragma unroll
+        for (int j = 0; j < kPairs; ++j) {
+            sum += first[j] * first[j];
+            sum += second[j] * second[j];
+        }
+        return sum;
+    }
+
+    __device__ void place(Memory* out, std::int64_t half, bool has_norm, float scale) const {
+        Some rotated[2];
+#pragma unroll
+        for (int j = 0; j < kPairs; ++j) {
+            float low = first[j];
+            float high = second[j];
+            if (has_norm) {
+                low = Type::load(scale_normed<Type>(low, scale, first_weight[j]));
+                high = Type::load(scale_normed<Type>(high, scale, second_weight[j]));
+            }
+            const RotatedPair<Type> pair = rotate_pair<Type>(low, high, cos[j], sin[j]);
+            rotated[0].values[j] = pair.first;
+            rotated[1].values[j] = pair.second;
+        }
+        rotated[0].write(out);
+        rotated[1].write(out + half);
+    }
+};
+
+// One warp has one head of one row: a lane has kPairs neighbours among the pairs, and those
+// 32 * kPairs further. All that heads of usual size need is asked for before any of it is used.
 template <typename Type, int kPairs, bool kAtOnce>
 __device__ void place_rotated(const HeadRows& rows, const typename Type::Memory* head,
                               const void* norm, std::int64_t position, typename Type::Memory* out) {
     using Memory = typename Type::Memory;
-    using Some = Adjacent<Type, kPairs, kAtOnce>;
+    using Part = HeadPart<Type, kPairs, kAtOnce>;
     const std::int64_t half = rows.head_dim / 2;
-    const int first_pair = static_cast<int>(threadIdx.x) % 32 * kPairs;
+    const int own = static_cast<int>(threadIdx.x) % 32 * kPairs;
     const auto* weight = static_cast<const Memory*>(norm);
+    const auto* cos = static_cast<const Memory*>(rows.cos) + position * half;
+    const auto* sin = static_cast<const Memory*>(rows.sin) + position * half;
+    const auto load = [&](Part& part, std::int64_t i) {
+        part.load(head + i, weight == nullptr ? nullptr : weight + i, cos + i, sin + i, half);
+    };
+    Part part;
+    if (own < half) load(part, own);
     float scale = 1.0f;
     if (weight != nullptr) {
-        float squares = 0.0f;
-        for (std::int64_t i = first_pair; i < half; i += 32 * kPairs) {
-            const Some first = Some::at(head + i);
-            const Some second = Some::at(head + half + i);
-#pragma unroll
-            for (int j = 0; j < kPairs; ++j) {
-                squares += first[j] * first[j];
-                squares += second[j] * second[j];
-            }
+        float squares = own < half ? part.squares() : 0.0f;
+        for (std::int64_t i = own + 32 * kPairs; i < half; i += 32 * kPairs) {
+            Part more;
+            load(more, i);
+            squares += more.squares();
         }
         scale = norm_scale(warp_total(squares), rows.head_dim, rows.eps);
     }
-    const auto* cos = static_cast<const Memory*>(rows.cos) + position * half;
-    const auto* sin = static_cast<const Memory*>(rows.sin) + position * half;
-    for (std::int64_t i = first_pair; i < half; i += 32 * kPairs) {
-        const Some firsts = Some::at(head + i);
-        const Some seconds = Some::at(head + half + i);
-        const Some cosines = Some::at(cos + i);
-        const Some sines = Some::at(sin + i);
-        Some weights[2] = {firsts, seconds};  // of the norm, if there is one
-        if (weight != nullptr) {
-            weights[0] = Some::at(weight + i);
-            weights[1] = Some::at(weight + half + i);
-        }
-        Some rotated[2];
-#pragma unroll
-        for (int j = 0; j < kPairs; ++j) {
-            float first = firsts[j];
-            float second = seconds[j];
-            if (weight != nullptr) {
-                first = Type::load(scale_normed<Type>(first, scale, weights[0][j]));
-                second = Type::load(scale_normed<Type>(second, scale, weights[1][j]));
-            }
-            const RotatedPair<Type> pair = rotate_pair<Type>(first, second, cosines[j], sines[j]);
-            rotated[0].values[j] = pair.first;
-            rotated[1].values[j] = pair.second;
-        }
-        rotated[0].write(out + i);
-        rotated[1].write(out + half + i);
+    if (own < half) part.place(out + own, half, weight != nullptr, scale);
+    for (std::int64_t i = own + 32 * kPairs; i < half; i += 32 * kPairs) {
+        load(part, i);
+        part.place(out + i, half, weight != nullptr, scale);
     }
 }
 

@@ -24,7 +24,7 @@ using cuda::warp_total;
 constexpr unsigned kAll = 0xFFFFFFFFu;
 constexpr int kRouteWarps = 4;
 constexpr int kSortThreads = 1024;
-constexpr int kSortedRows = 256;  // at a time
+constexpr int kSortedRows = 256;  // of a block
 constexpr int kWords = kSortedRows / 32;
 constexpr int kCombineThreads = 128;
 
@@ -119,33 +119,47 @@ __global__ __launch_bounds__(kRouteWarps * 32) void route_kernel(RoutedRows rows
     static_cast<std::uint16_t*>(rows.weights)[row * num_picks + place] = Bf16::store(weight);
 }
 
-// One block, kSortedRows rows at a time: of each expert a bit for every row that goes to it, so
-// that a pick's place among its expert's is a count of bits, whichever thread comes first.
+// A block places kSortedRows rows, and counts all others to know where theirs begin. Of each expert
+// it has a bit for every row of its own that goes there, so that a pick's place among its expert's
+// is a count of bits, whichever thread comes first.
 __global__ __launch_bounds__(kSortThreads) void sort_kernel(SortedPicks picks) {
     __shared__ std::uint32_t bits[kMaxExperts][kWords];
-    __shared__ std::int32_t ends[kMaxExperts];  // of what is placed so far
+    __shared__ std::int32_t before[kMaxExperts];  // picks of rows before the block's, then places
+    __shared__ std::int32_t others[kMaxExperts];
     cuda::let_next_begin();
     cuda::wait_for_previous();
     const int thread = static_cast<int>(threadIdx.x);
     const auto num_here = static_cast<int>(picks.num_here);
     const auto num_picks = static_cast<int>(picks.num_picks);
     const auto total = static_cast<int>(picks.num_rows * num_picks);
+    const auto first_row = static_cast<int>(blockIdx.x) * kSortedRows;
+    const int begin = first_row * num_picks;
+    const int end = min(total, begin + kSortedRows * num_picks);
     const auto here = [&](int pick) {
         const int expert = picks.experts[pick] - static_cast<int>(picks.first_expert);
         return expert >= 0 && expert < num_here ? expert : -1;
     };
-    for (int i = thread; i < num_here; i += kSortThreads) ends[i] = 0;
-    __syncthreads();
-    for (int pick = thread; pick < total; pick += kSortThreads) {
-        const int expert = here(pick);
-        if (expert >= 0) atomicAdd(&ends[expert], 1);
+    for (int i = thread; i < num_here; i += kSortThreads) {
+        before[i] = others[i] = 0;
+#pragma unroll
+        for (std::uint32_t& word : bits[i]) word = 0;
     }
     __syncthreads();
-    if (thread < 32) {  // counts become sums, and then where each expert begins
-        int before = 0;
+#pragma unroll 4
+    for (int pick = thread; pick < total; pick += kSortThreads) {
+        const int expert = here(pick);
+        if (expert < 0) continue;
+        atomicAdd(pick < begin ? &before[expert] : &others[expert], 1);
+        if (pick < begin || pick >= end) continue;
+        const int row = pick / num_picks - first_row;
+        atomicOr(&bits[expert][row / 32], 1u << (row % 32));
+    }
+    __syncthreads();
+    if (thread < 32) {  // counts become sums over the experts before
+        int sum_before = 0;
         for (int first = 0; first < num_here; first += 32) {
             const int expert = first + thread;
-            const int count = expert < num_here ? ends[expert] : 0;
+            const int count = expert < num_here ? before[expert] + others[expert] : 0;
             int sum = count;
 #pragma unroll
             for (int distance = 1; distance < 32; distance *= 2) {
@@ -153,42 +167,23 @@ __global__ __launch_bounds__(kSortThreads) void sort_kernel(SortedPicks picks) {
                 if (thread >= distance) sum += of_lower;
             }
             if (expert < num_here) {
-                picks.offsets[expert] = before + sum;
-                ends[expert] = before + sum - count;
+                if (blockIdx.x == 0) picks.offsets[expert] = sum_before + sum;
+                before[expert] += sum_before + sum - count;
             }
-            before += __shfl_sync(kAll, sum, 31);
+            sum_before += __shfl_sync(kAll, sum, 31);
         }
     }
-    for (int first = 0; first < picks.num_rows; first += kSortedRows) {
-        for (int i = thread; i < num_here * kWords; i += kSortThreads) {
-            bits[i / kWords][i % kWords] = 0;
+    __syncthreads();
+    for (int pick = begin + thread; pick < end; pick += kSortThreads) {
+        const int expert = here(pick);
+        const int row = pick / num_picks - first_row;
+        int place = -1;
+        if (expert >= 0) {
+            place = before[expert] + __popc(bits[expert][row / 32] & ((1u << (row % 32)) - 1));
+            for (int word = 0; word < row / 32; ++word) place += __popc(bits[expert][word]);
+            picks.rows[place] = first_row + row;
         }
-        __syncthreads();
-        const int begin = first * num_picks;
-        const int end = min(total, (first + kSortedRows) * num_picks);
-        for (int pick = begin + thread; pick < end; pick += kSortThreads) {
-            const int expert = here(pick);
-            const int row = pick / num_picks - first;
-            if (expert >= 0) atomicOr(&bits[expert][row / 32], 1u << (row % 32));
-        }
-        __syncthreads();
-        for (int pick = begin + thread; pick < end; pick += kSortThreads) {
-            const int expert = here(pick);
-            const int row = pick / num_picks - first;
-            int place = -1;
-            if (expert >= 0) {
-                place = ends[expert] + __popc(bits[expert][row / 32] & ((1u << (row % 32)) - 1));
-                for (int word = 0; word < row / 32; ++word) place += __popc(bits[expert][word]);
-                picks.rows[place] = first + row;
-            }
-            picks.places[pick] = place;
-        }
-        __syncthreads();
-        for (int i = thread; i < num_here; i += kSortThreads) {
-#pragma unroll
-            for (int word = 0; word < kWords; ++word) ends[i] += __popc(bits[i][word]);
-        }
-        __syncthreads();
+        picks.places[pick] = place;
     }
 }
 
@@ -253,7 +248,8 @@ void cuda_sort_picks(const SortedPicks& picks, std::uintptr_t stream, int device
         throw std::invalid_argument("experts: too many rows at once");
     }
     const DeviceScope scope(checked_device(device));
-    launch_behind(sort_kernel, dim3(1), kSortThreads, 0, as_stream(stream), device,
+    const unsigned blocks = std::max(1u, blocks_for(picks.num_rows, kSortedRows));
+    launch_behind(sort_kernel, dim3(blocks), kSortThreads, 0, as_stream(stream), device,
                   "launch of sort_kernel", picks);
 }
 

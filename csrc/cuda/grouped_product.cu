@@ -14,14 +14,15 @@ namespace {
 
 using namespace cuda;
 
-constexpr int kStepElements = 64;  // of `inner` that a stage has
-constexpr int kPieces = kStepElements / 8;
-constexpr int kRowBytes = kStepElements * 2;
-
 // Weights are the side of sixteen of a matrix instruction, rows of states that of eight. A warp has
-// kMTiles times sixteen weights and kPairs times two times eight rows.
-template <int kShape, int kMWarps, int kNWarps, int kMTiles, int kPairs, int kStages>
+// kMTiles times sixteen weights and kPairs times two times eight rows. A stage has kPieces times
+// eight elements of `inner`.
+template <int kShape, int kMWarps, int kNWarps, int kMTiles, int kPairs, int kStages,
+          int kPieces = 8>
 struct Tiling {
+    static constexpr int pieces = kPieces;
+    static constexpr int elements = 8 * kPieces;
+    static constexpr int row_bytes = 2 * elements;
     static constexpr int m_warps = kMWarps;
     static constexpr int m_tiles = kMTiles;
     static constexpr int pairs = kPairs;
@@ -30,16 +31,21 @@ struct Tiling {
     static constexpr int weight_rows = 16 * kMWarps * kMTiles;
     static constexpr int rows = 16 * kNWarps * kPairs;
     static constexpr int loaded_rows = threads / kPieces;  // by all threads at once
-    static constexpr int stage_bytes = (weight_rows + rows) * kRowBytes;
+    static constexpr int stage_bytes = (weight_rows + rows) * row_bytes;
     static_assert(weight_rows == kTileShapes[kShape].weight_rows &&
                   rows == kTileShapes[kShape].rows);
     static_assert(kMTiles % 2 == 0);  // gate and up of an element are in one lane
-    static_assert(16 % loaded_rows == 0 && rows % loaded_rows == 0);
+    static_assert(32 % loaded_rows == 0 && rows % loaded_rows == 0);
 };
 using Few = Tiling<0, 2, 1, 2, 1, 6>;
 using Some = Tiling<1, 4, 1, 2, 2, 4>;
 using More = Tiling<2, 4, 1, 2, 4, 4>;
 using Many = Tiling<3, 2, 2, 4, 4, 3>;
+using Most = Tiling<4, 4, 2, 4, 4, 4>;
+using Try5 = Tiling<5, 4, 1, 2, 2, 5>;
+using Try6 = Tiling<6, 2, 1, 2, 2, 4, 16>;
+using Try7 = Tiling<7, 2, 1, 2, 2, 6>;
+using Try8 = Tiling<8, 1, 1, 2, 1, 8>;
 
 // Of the lists in shared memory that tell where tiles are.
 int table_bytes(std::int64_t num_experts) {
@@ -117,8 +123,8 @@ struct StageLoader {
         open();
     }
 
-    static __device__ int row() { return static_cast<int>(threadIdx.x) / kPieces; }
-    static __device__ int piece() { return static_cast<int>(threadIdx.x) % kPieces; }
+    static __device__ int row() { return static_cast<int>(threadIdx.x) / Tile::pieces; }
+    static __device__ int piece() { return static_cast<int>(threadIdx.x) % Tile::pieces; }
 
     // Asks which states a tile has; the answer is used when it is opened.
     __device__ void find_rows(std::int32_t tile) {
@@ -143,15 +149,16 @@ struct StageLoader {
         const ExpertTile place = table[index];
         weight = static_cast<const std::uint16_t*>(of.weights) +
                  place.expert * of.weight_rows * of.inner;
-        first_weight = place.column * (kGated ? Tile::weight_rows / 2 : Tile::weight_rows) + row();
+        first_weight = place.column * (kGated ? Tile::weight_rows / 2 : Tile::weight_rows) +
+                       weight_within(row(), kGated);
     }
 
     __device__ void load(std::uint32_t stage) {
         if (index < total) {
-            const std::int64_t k = step * kStepElements + piece() * 8;
+            const std::int64_t k = step * Tile::elements + piece() * 8;
             const bool has_k = k < of.inner;
             copy_weights(stage, k, has_k);
-            copy_rows(stage + Tile::weight_rows * kRowBytes, k, has_k);
+            copy_rows(stage + Tile::weight_rows * Tile::row_bytes, k, has_k);
             if (++step == num_steps) {
                 step = 0;
                 index += static_cast<std::int32_t>(gridDim.x);
@@ -161,7 +168,7 @@ struct StageLoader {
         commit_copies();
     }
 
-    // What is added to the thread's first row is the same for all threads.
+    // What a piece adds to the thread's first row is known when this is compiled.
     __device__ void copy_weights(std::uint32_t target, std::int64_t k, bool has_k) const {
         const auto width = static_cast<std::int32_t>(of.weight_rows / (kGated ? 2 : 1));
 #pragma unroll
@@ -169,8 +176,8 @@ struct StageLoader {
             const int local = i * Tile::loaded_rows;  // and the thread's row, which is below 16
             std::int32_t of_weight = first_weight + weight_within(local, kGated);
             const bool is_there = has_k && of_weight < width;
-            if (is_of_up(local, kGated)) of_weight += width;
-            copy_async(target + swizzled<kPieces>(local + row(), piece()) * 16,
+            if (is_of_up(local, kGated) || is_of_up(row(), kGated)) of_weight += width;
+            copy_async(target + swizzled<Tile::pieces>(local + row(), piece()) * 16,
                        weight + (is_there ? of_weight * of.inner + k : 0), is_there);
         }
     }
@@ -180,7 +187,7 @@ struct StageLoader {
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
             const bool is_there = has_k && rows[i] >= 0;
-            copy_async(target + swizzled<kPieces>(row() + i * Tile::loaded_rows, piece()) * 16,
+            copy_async(target + swizzled<Tile::pieces>(row() + i * Tile::loaded_rows, piece()) * 16,
                        states + (is_there ? rows[i] * of.row_stride + k : 0), is_there);
         }
     }
@@ -228,23 +235,23 @@ struct WarpTile {
     template <bool kAll>
     __device__ void multiply(std::uint32_t stage) {
         const int lane = static_cast<int>(threadIdx.x) % 32;
-        const std::uint32_t weights = stage + (first_weight + lane % 16) * kRowBytes;
+        const std::uint32_t weights = stage + (first_weight + lane % 16) * Tile::row_bytes;
         const std::uint32_t rows =
-            stage + (Tile::weight_rows + first_row + lane % 8 + lane / 16 * 8) * kRowBytes;
+            stage + (Tile::weight_rows + first_row + lane % 8 + lane / 16 * 8) * Tile::row_bytes;
 #pragma unroll
-        for (int k = 0; k < kPieces; k += 2) {
+        for (int k = 0; k < Tile::pieces; k += 2) {
             std::uint32_t a[Tile::m_tiles][4];
 #pragma unroll
             for (int m = 0; m < Tile::m_tiles; ++m) {
-                load_matrices(a[m],
-                              weights + m * 16 * kRowBytes + ((k + lane / 16) ^ (lane % 8)) * 16);
+                load_matrices(
+                    a[m], weights + m * 16 * Tile::row_bytes + ((k + lane / 16) ^ (lane % 8)) * 16);
             }
 #pragma unroll
             for (int pair = 0; pair < Tile::pairs; ++pair) {
                 if (!kAll && pair >= num_pairs) continue;
                 std::uint32_t b[4];
                 load_matrices(
-                    b, rows + pair * 16 * kRowBytes + ((k + lane / 8 % 2) ^ (lane % 8)) * 16);
+                    b, rows + pair * 16 * Tile::row_bytes + ((k + lane / 8 % 2) ^ (lane % 8)) * 16);
 #pragma unroll
                 for (int m = 0; m < Tile::m_tiles; ++m) {
                     TensorBf16::multiply(sums[m][2 * pair], a[m], b[0], b[1]);
@@ -262,15 +269,20 @@ struct WarpTile {
         }
     }
 
-    // Two elements of a row from `column` on, and two that are eight further.
-    static __device__ void write(std::uint16_t* out, std::int64_t column, std::int64_t width,
-                                 bool is_there, std::uint32_t low, std::uint32_t high) {
+    // Sixteen weights of eight rows, of which each lane has two of the first eight and two of the
+    // others: neighbours exchange, so that a lane has four of its row side by side. `out` is where
+    // the row's sixteen begin, of which `left` are there.
+    static __device__ void write(std::uint16_t* out, std::int64_t left, bool is_there,
+                                 std::uint32_t low, std::uint32_t high) {
         low = transposed(low);  // by all lanes
         high = transposed(high);
-        if (is_there && column < width) *reinterpret_cast<std::uint32_t*>(out + column) = low;
-        if (is_there && column + 8 < width) {
-            *reinterpret_cast<std::uint32_t*>(out + column + 8) = high;
-        }
+        const int place = static_cast<int>(threadIdx.x) % 4;
+        const bool is_even = place % 2 == 0;
+        const std::uint32_t other = __shfl_xor_sync(0xFFFFFFFFu, is_even ? high : low, 1);
+        const int column = is_even ? 2 * place : 6 + 2 * place;
+        if (!is_there || column >= left) return;
+        *reinterpret_cast<uint2*>(out + column) =
+            is_even ? make_uint2(low, other) : make_uint2(other, high);
     }
 
     __device__ void write(const GroupedProduct& of, const ExpertTile& place) const {
@@ -278,8 +290,7 @@ struct WarpTile {
         const int lane = static_cast<int>(threadIdx.x) % 32;
         const std::int64_t width = of.weight_rows / share;
         const std::int64_t first =
-            (static_cast<std::int64_t>(place.column) * Tile::weight_rows + first_weight) / share +
-            lane % 4 * 2;
+            (static_cast<std::int64_t>(place.column) * Tile::weight_rows + first_weight) / share;
 #pragma unroll
         for (int block = 0; block < 2 * Tile::pairs; ++block) {
             const int row = first_row + block * 8 + lane / 4;
@@ -291,10 +302,10 @@ struct WarpTile {
                 const float (&b)[4] = sums[m + share - 1][block];
                 const std::int64_t column = first + m / share * 16;
                 if constexpr (kGated) {
-                    write(out, column, width, is_there, gated(a[0], a[1], b[0], b[1]),
+                    write(out + column, width - column, is_there, gated(a[0], a[1], b[0], b[1]),
                           gated(a[2], a[3], b[2], b[3]));
                 } else {
-                    write(out, column, width, is_there, TensorBf16::pack(a[0], a[1]),
+                    write(out + column, width - column, is_there, TensorBf16::pack(a[0], a[1]),
                           TensorBf16::pack(a[2], a[3]));
                 }
             }
@@ -304,8 +315,8 @@ struct WarpTile {
 
 // Each block has every gridDim-th tile; grids may be of any size.
 template <typename Tile, bool kGated>
-__global__ __launch_bounds__(Tile::threads, 2) void grouped_kernel(GroupedProduct of,
-                                                                   int num_table_bytes) {
+__global__ __launch_bounds__(Tile::threads, 256 / Tile::threads < 2 ? 1 : 2) void grouped_kernel(
+    GroupedProduct of, int num_table_bytes) {
     extern __shared__ __align__(128) unsigned char memory[];
     let_next_begin();
     wait_for_previous();
@@ -318,7 +329,7 @@ __global__ __launch_bounds__(Tile::threads, 2) void grouped_kernel(GroupedProduc
     table.fill(of.offsets);
     __syncthreads();
     const std::int32_t total = table.size();
-    const auto num_steps = static_cast<int>((of.inner + kStepElements - 1) / kStepElements);
+    const auto num_steps = static_cast<int>((of.inner + Tile::elements - 1) / Tile::elements);
     const std::uint32_t ring = shared_address(memory + num_table_bytes);
     StageLoader<Tile, kGated> loader(of, table, num_steps);
 #pragma unroll
@@ -379,7 +390,7 @@ void cuda_grouped_product(const GroupedProduct& product, std::uintptr_t stream, 
         throw std::invalid_argument("grouped product: 1 to 512 experts");
     }
     if (product.inner % 8 != 0 || product.row_stride % 8 != 0 ||
-        product.weight_rows % (product.is_gated ? 4 : 2) != 0) {
+        product.weight_rows % (product.is_gated ? 16 : 8) != 0) {
         throw std::invalid_argument("grouped product: sizes are no multiples of 8");
     }
     if (product.num_rows == 0 || product.weight_rows == 0) return;
@@ -396,6 +407,16 @@ void cuda_grouped_product(const GroupedProduct& product, std::uintptr_t stream, 
             return launch<More>(product, on, device);
         case 3:
             return launch<Many>(product, on, device);
+        case 4:
+            return launch<Most>(product, on, device);
+        case 5:
+            return launch<Try5>(product, on, device);
+        case 6:
+            return launch<Try6>(product, on, device);
+        case 7:
+            return launch<Try7>(product, on, device);
+        case 8:
+            return launch<Try8>(product, on, device);
     }
     throw std::invalid_argument("grouped product: unknown shape");
 }

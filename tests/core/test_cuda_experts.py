@@ -35,7 +35,17 @@ from weightsync.native_experts import NUM_TILE_SHAPES
 ON = "cuda:0"
 TILE_SHAPES = range(1, NUM_TILE_SHAPES + 1)
 #: Rows of tiles, and of their weights.
-TILE_ROWS = {1: (16, 64), 2: (32, 128), 3: (64, 128), 4: (128, 128)}
+TILE_ROWS = {
+    1: (16, 64),
+    2: (32, 128),
+    3: (64, 128),
+    4: (128, 128),
+    5: (128, 256),
+    6: (32, 128),
+    7: (32, 64),
+    8: (32, 64),
+    9: (16, 32),
+}
 COUNTS = (
     (1,),
     (0, 0, 5),
@@ -81,8 +91,10 @@ def test_gate_and_up_of_an_element_lie_sixteen_apart(tile_shape: int) -> None:
     for local, (within, is_up) in enumerate(gated):
         if not is_up:
             assert gated[local + 16] == (within, True)
-        base = local // 8 * 8  # threads add what is below eight, or sixteen
-        assert gated[base][0] + local - base == within
+        for together in (4, 8, 16, 32):  # rows that threads load at once
+            base, rest = local // together * together, local % together
+            assert within == gated[base][0] + gated[rest][0]
+            assert is_up == (gated[base][1] or gated[rest][1])
 
 
 def test_shapes_by_number_of_rows() -> None:

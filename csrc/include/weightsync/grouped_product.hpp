@@ -18,7 +18,7 @@ inline constexpr std::int64_t kMaxExperts = 512;
 struct GroupedProduct {
     std::int64_t num_rows;  // room of the output; what the offsets count is at most this
     std::int64_t num_experts;
-    std::int64_t weight_rows;  // of an expert
+    std::int64_t weight_rows;  // of an expert, a multiple of 8, or of 16 if gated
     std::int64_t inner;        // a multiple of 8
     std::int64_t row_stride;   // of states, in elements, a multiple of 8
     std::int64_t shape;        // 1 to kNumTileShapes, or 0: as suits the number of rows
@@ -35,9 +35,10 @@ struct TileShape {
     std::int32_t rows;
     std::int32_t weight_rows;
 };
-inline constexpr int kNumTileShapes = 4;
-inline constexpr TileShape kTileShapes[kNumTileShapes] = {
-    {16, 64}, {32, 128}, {64, 128}, {128, 128}};
+inline constexpr int kNumTileShapes = 9;
+inline constexpr TileShape kTileShapes[kNumTileShapes] = {{16, 64},   {32, 128},  {64, 128},
+                                                          {128, 128}, {128, 256}, {32, 128},
+                                                          {32, 64},   {32, 64},   {16, 32}};
 
 // Place of the shape for so many rows in all. Expert's rows spread around their mean: the tile is
 // twice of it where reading weights is what takes the time.
@@ -87,8 +88,9 @@ WEIGHTSYNC_HD_INLINE ExpertTile expert_tile(const std::int32_t* first_tiles,
 
 // Rows of an expert's weight lie in a tile as they are, or, if gated, sixteen of gate and then the
 // sixteen of up that they meet. What lies at `local` is row weight_within(local) of the tile's
-// share of gate, or of up; with r added to a multiple of `local` that divides 16, r is added to the
-// row.
+// share of gate, or of up. For r below a power of two up to 32 that divides `local`, both can be
+// had from local and r alone: local + r is at weight_within(local) + weight_within(r), and of up if
+// either is.
 WEIGHTSYNC_HD_INLINE std::int32_t weight_within(std::int32_t local, bool is_gated) {
     return is_gated ? local / 32 * 16 + local % 16 : local;
 }
