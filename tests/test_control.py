@@ -363,6 +363,7 @@ class Clock:
     """Answers pending a few times."""
 
     peer = "engine e"
+    is_remote = True
 
     def __init__(self, pending: int) -> None:
         self.left = pending

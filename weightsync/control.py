@@ -14,7 +14,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -42,7 +42,19 @@ from weightsync.http_wire import (
     response_bytes,
     wait_awake,
 )
-from weightsync.messages import VERBS, Request, StatusRequest, decode, encode, verb_of
+from weightsync.messages import (
+    VERBS,
+    Request,
+    Stage,
+    StagesRequest,
+    StatusRequest,
+    decode,
+    encode,
+    encode_stage,
+    name_of,
+    request_json,
+    verb_of,
+)
 
 PATH_PREFIX = "/weightsync/v1/"
 MAX_BODY_BYTES = 256 * 2**20
@@ -64,6 +76,11 @@ class ControlClient(Protocol):
         """The engine's name in errors."""
         ...
 
+    @property
+    def is_remote(self) -> bool:
+        """Whether a call goes to another process, so that two at once are quicker than one by one."""
+        ...
+
     def call(self, request: Request, *, limit_s: float) -> dict[str, Any]:
         """Send and wait for the answer. Raises the engine's error, :class:`DeadlineError` or
         :class:`PeerLostError`. ``{"pending": true}`` in an answer: ask again."""
@@ -74,6 +91,8 @@ class ControlClient(Protocol):
 
 class LocalClient:
     """Direct calls to a receiver of this process."""
+
+    is_remote = False
 
     def __init__(self, handler: Handler, peer: str = "engine in this process") -> None:
         self._handler = handler
@@ -90,6 +109,8 @@ class HttpClient:
     """A keep-alive HTTP connection to an engine. One thread at a time uses a connection; calls from
     several threads each get their own."""
 
+    is_remote = True
+
     def __init__(self, url: str, token: str | None) -> None:
         self._host, self._port = _host_and_port(url)
         self.peer = f"engine {self._host}:{self._port}"
@@ -103,9 +124,9 @@ class HttpClient:
 
     def call(self, request: Request, *, limit_s: float) -> dict[str, Any]:
         verb = verb_of(request)
-        body = json.dumps(encode(request), separators=(",", ":")).encode()
+        body = request_json(request).encode()
         if len(body) > MAX_BODY_BYTES:
-            raise TooLargeError(f"{self.peer}: {verb}: {_too_large(len(body))}")
+            raise TooLargeError(f"{self.peer}: {name_of(request)}: {_too_large(len(body))}")
         headers = {"Content-Type": "application/json"}
         if self._token is not None:
             headers["Authorization"] = f"Bearer {self._token}"
@@ -115,12 +136,12 @@ class HttpClient:
         except TimeoutError as error:
             self._drop()
             elapsed_s = time.monotonic() - start_s
-            raise DeadlineError(self.peer, verb, limit_s, elapsed_s) from error
+            raise DeadlineError(self.peer, name_of(request), limit_s, elapsed_s) from error
         except (OSError, http.client.HTTPException) as error:
             self._drop()
             elapsed_s = time.monotonic() - start_s
             raise PeerLostError(
-                f"{self.peer}: lost in stage {verb!r} after {elapsed_s:.1f} s "
+                f"{self.peer}: lost in stage {name_of(request)!r} after {elapsed_s:.1f} s "
                 f"({type(error).__name__}: {error}); is the engine running and listening there?"
             ) from error
         return _parse_answer(status, answer, self.peer)
@@ -231,6 +252,25 @@ def wait_for(
     The same request may be sent any number of times: the engine attaches it to the running stage. So
     an exchange that runs out is made again, until ``limit_s``.
     """
+    answer: dict[str, Any] = {}
+
+    def take(found: dict[str, Any]) -> bool:
+        answer.clear()
+        answer.update(found)
+        return bool(found.get("pending"))
+
+    _ask_until(client, make_request, take, limit_s, stage)
+    return answer
+
+
+def _ask_until(
+    client: ControlClient,
+    make_request: Callable[[float], Request],
+    take: Callable[[dict[str, Any]], bool],
+    limit_s: float,
+    stage: str,
+) -> None:
+    """Ask while ``take`` says of the answer that something is pending."""
     start_s = time.monotonic()
     while True:
         left_s = limit_s - (time.monotonic() - start_s)
@@ -243,8 +283,38 @@ def wait_for(
             if error.__cause__ is None:
                 raise  # not the exchange ran out, but something at the engine, which says so
             continue
-        if not answer.get("pending"):
-            return answer
+        if not take(answer):
+            return
+
+
+def wait_for_stages(
+    client: ControlClient,
+    makers: Sequence[Callable[[float], Stage]],
+    *,
+    limit_s: float,
+    stage: str,
+) -> list[dict[str, Any]]:
+    """The same for several stages that are asked for together: the answer of each."""
+    answers: list[dict[str, Any]] = []
+
+    def ask(wait_s: float) -> StagesRequest:
+        left = makers[len(answers) :]
+        return StagesRequest([encode_stage(make(wait_s)) for make in left], wait_s)
+
+    def take(answer: dict[str, Any]) -> bool:
+        found = answer.get("answers")
+        is_pending = bool(answer.get("pending"))
+        if not isinstance(found, list) or not all(isinstance(a, dict) for a in found):
+            raise ProtocolError(f"{client.peer}: malformed answer to {stage!r}")
+        answers.extend(found)
+        if len(answers) > len(makers) or (len(answers) < len(makers)) is not is_pending:
+            raise ProtocolError(
+                f"{client.peer}: {len(answers)} of {len(makers)} stages were answered to {stage!r}"
+            )
+        return is_pending
+
+    _ask_until(client, ask, take, limit_s, stage)
+    return answers
 
 
 # --- server ---------------------------------------------------------------------------------------
