@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 from urllib.parse import urlsplit
 
 from weightsync.errors import (
@@ -53,6 +53,7 @@ from weightsync.messages import (
     encode_stage,
     name_of,
     request_json,
+    to_json,
     verb_of,
 )
 
@@ -512,12 +513,12 @@ def _handler_class(handler: Handler, token: str | None) -> type[BaseHTTPRequestH
             if verb == "status" and not body:
                 return encode(StatusRequest(None))
             try:
-                return json.loads(body, parse_constant=_no_constant)
+                return _from_json(body.decode())
             except (ValueError, RecursionError) as error:
                 raise ProtocolError(f"the body is not JSON: {error}") from error
 
         def _send(self, status: HTTPStatus, answer: Mapping[str, Any]) -> None:
-            body = json.dumps(answer, separators=(",", ":")).encode()
+            body = to_json(answer).encode()
             is_last = self.close_connection
             self.wfile.write(response_bytes(status.value, status.phrase, body, is_last=is_last))
 
@@ -541,6 +542,9 @@ def _status_of(error: WeightSyncError) -> HTTPStatus:
 
 def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not a number of JSON")
+
+
+_from_json: Final = json.JSONDecoder(parse_constant=_no_constant).decode
 
 
 def _unknown_verb(path: str) -> ProtocolError:

@@ -189,22 +189,23 @@ def encode(request: Request) -> dict[str, Any]:
     return {"protocol": PROTOCOL_VERSION, **{n: getattr(request, n) for n in _HINTS[type(request)]}}
 
 
+#: Compact JSON; to make an encoder for each message takes longer than most messages do.
+to_json: Final = json.JSONEncoder(separators=(",", ":")).encode
+
+
 class WrittenList(list[Any]):
     """A list that nobody changes any more, and its JSON, written ahead of the request it is for."""
 
     def __init__(self, items: Iterable[Any]) -> None:
         super().__init__(items)
-        self.json = _to_json(list(self))
-
-
-_to_json: Final = json.JSONEncoder(separators=(",", ":")).encode
+        self.json = to_json(list(self))
 
 
 def request_json(request: Request) -> str:
     """The JSON of :func:`encode`."""
     if isinstance(request, StagesRequest):
         stages = ",".join(map(_object_json, request.stages))
-        rest = _to_json({**encode(request), "stages": None})
+        rest = to_json({**encode(request), "stages": None})
         return rest.replace('"stages":null', f'"stages":[{stages}]', 1)
     return _object_json(encode(request))
 
@@ -212,9 +213,9 @@ def request_json(request: Request) -> str:
 def _object_json(value: Mapping[str, Any]) -> str:
     written = {name: field for name, field in value.items() if isinstance(field, WrittenList)}
     if not written:
-        return _to_json(value)
-    others = _to_json({name: field for name, field in value.items() if name not in written})
-    added = "".join(f",{_to_json(name)}:{field.json}" for name, field in written.items())
+        return to_json(value)
+    others = to_json({name: field for name, field in value.items() if name not in written})
+    added = "".join(f",{to_json(name)}:{field.json}" for name, field in written.items())
     return f"{others[:-1]}{added}}}"
 
 
@@ -266,13 +267,20 @@ def decode(record: type[R], value: Any) -> R:
     return record(**fields)
 
 
+def _kinds_of(hint: Any) -> tuple[Any, ...]:
+    kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    return tuple(get_origin(kind) or kind for kind in kinds)
+
+
+#: The classes that each hint allows.
+_KINDS: Final = {hint: _kinds_of(hint) for hints in _HINTS.values() for hint in hints.values()}
+
+
 def _checked(record: type, name: str, hint: Any, value: dict[str, Any]) -> Any:
     if name not in value:
         raise ProtocolError(f"{record.__name__}: field {name!r} is missing")
     found = value[name]
-    kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
-    for kind in kinds:
-        plain = get_origin(kind) or kind
+    for plain in _KINDS[hint]:
         if plain is float and isinstance(found, int) and not isinstance(found, bool):
             return float(found)
         if isinstance(found, plain) and not (plain is int and isinstance(found, bool)):
