@@ -11,6 +11,7 @@ from engine_adapter.tensors import TensorEngine, _check_slot
 from weightsync import native
 from weightsync.device_tables import (
     bytes_at,
+    copy_with_digests,
     cuda_index,
     device_of,
     owned_digests,
@@ -22,7 +23,7 @@ from weightsync.digest import DigestTable, part_of
 from weightsync.errors import CapacityError, ConfigError, UnavailableError
 from weightsync.layout import Layout, PlacedBox, Region, TensorLayout
 from weightsync.plan import make_plan
-from weightsync.tables import digest_rows, segment_rows, table
+from weightsync.tables import DigestRows, digest_rows, segment_rows, table
 from weightsync.tensors import TensorView
 from weightsync.transports.ipc_cuda import CudaSource
 from weightsync.types import (
@@ -149,6 +150,40 @@ def test_memory_is_freed_once_with_its_last_pin(monkeypatch: pytest.MonkeyPatch)
     memory = private_memory(100, "cuda:3")
     memory.close()
     assert freed == [(4096, 3)] * 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("with_digests", [False, True])
+def test_what_is_done_meanwhile_is_done_before_the_copy_is_waited_for(with_digests: bool) -> None:
+    values = np.arange(5000, dtype=np.uint32)
+    memories = [private_memory(values.nbytes, "cuda:0") for _ in range(2)]
+    source, target = (m.ptr for m in memories)
+    native.extension.cuda_copy(source, values.ctypes.data, values.nbytes, 0)
+    rows = table(segment_rows((5000,), source=(source, (4,), 4), target=(target, (4,), 4)), 13)
+    args = {"strides_bytes": (4,), "index_strides": (1,), "start_index": 0, "item": 4, "seed": 7}
+    digested = DigestRows(
+        table(digest_rows((5000,), ptr=source, **args), 15), np.zeros(1, dtype=np.int64), 1
+    )
+    copy = copy_with_digests(rows, digested if with_digests else None, "cuda:0")
+    seen: list[str] = []
+    found = copy.run(meanwhile=lambda: seen.append("looked"))
+    assert seen == ["looked"]
+    assert np.array_equal(bytes_at(target, values.nbytes, "cuda:0").view(np.uint32), values)
+    if with_digests:
+        here = table(digest_rows((5000,), ptr=int(values.ctypes.data), **args), 15)
+        assert found.tolist() == native.digest_segments(here).tolist()
+
+    def moved() -> None:
+        raise ValueError("it moved")
+
+    native.extension.cuda_copy(source, values[::-1].copy().ctypes.data, values.nbytes, 0)
+    with pytest.raises(ValueError, match="it moved"):
+        copy.run(meanwhile=moved)
+    landed = bytes_at(target, values.nbytes, "cuda:0").view(np.uint32)
+    assert np.array_equal(landed, values[::-1]), "the error came when nothing was under way"
+    copy.close()
+    for memory in memories:
+        memory.close()
 
 
 @pytest.mark.gpu

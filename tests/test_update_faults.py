@@ -840,13 +840,19 @@ def test_a_transport_that_is_attached_too_late_is_let_go_of(
         assert opened[0].lost() == "this end was closed"
 
 
-@pytest.mark.parametrize("stage", ["prepare", "commit"])
+@pytest.mark.parametrize(
+    ("stage", "is_far"), [("prepare", False), ("commit", False), ("prepare_and_commit", True)]
+)
 @placements
 def test_an_interrupt_while_an_update_ends_leaves_nothing_open(
-    stage: str, placement: str, monkeypatch: pytest.MonkeyPatch
+    stage: str, is_far: bool, placement: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engine_of(0)
-    with connected(engine, placement=placement) as (sender, _):
+    options = {**OPTIONS, "placement": placement}
+    with (
+        Receiver(engine) as receiver,
+        Sender.connect([receiver.url if is_far else receiver], **options) as sender,
+    ):
         refit(sender, 1, weights(1))
         update = sender.update(version=2)
 

@@ -14,11 +14,11 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 from urllib.parse import urlsplit
 
 from weightsync.errors import (
@@ -42,7 +42,20 @@ from weightsync.http_wire import (
     response_bytes,
     wait_awake,
 )
-from weightsync.messages import VERBS, Request, StatusRequest, decode, encode, verb_of
+from weightsync.messages import (
+    VERBS,
+    Request,
+    Stage,
+    StagesRequest,
+    StatusRequest,
+    decode,
+    encode,
+    encode_stage,
+    name_of,
+    request_json,
+    to_json,
+    verb_of,
+)
 
 PATH_PREFIX = "/weightsync/v1/"
 MAX_BODY_BYTES = 256 * 2**20
@@ -64,9 +77,19 @@ class ControlClient(Protocol):
         """The engine's name in errors."""
         ...
 
+    @property
+    def is_remote(self) -> bool:
+        """Whether a call goes to another process, so that two at once are quicker than one by one."""
+        ...
+
     def call(self, request: Request, *, limit_s: float) -> dict[str, Any]:
         """Send and wait for the answer. Raises the engine's error, :class:`DeadlineError` or
         :class:`PeerLostError`. ``{"pending": true}`` in an answer: ask again."""
+        ...
+
+    def rouse(self, request: Request) -> None:
+        """Send a request that changes nothing and whose answer nobody needs, ahead of one that must be
+        quick: whoever serves this thread's calls is awake then. Never raises."""
         ...
 
     def close(self) -> None: ...
@@ -75,12 +98,17 @@ class ControlClient(Protocol):
 class LocalClient:
     """Direct calls to a receiver of this process."""
 
+    is_remote = False
+
     def __init__(self, handler: Handler, peer: str = "engine in this process") -> None:
         self._handler = handler
         self.peer = peer
 
     def call(self, request: Request, *, limit_s: float) -> dict[str, Any]:
         return dict(self._handler(request))
+
+    def rouse(self, request: Request) -> None:
+        return None
 
     def close(self) -> None:
         return None
@@ -89,6 +117,8 @@ class LocalClient:
 class HttpClient:
     """A keep-alive HTTP connection to an engine. One thread at a time uses a connection; calls from
     several threads each get their own."""
+
+    is_remote = True
 
     def __init__(self, url: str, token: str | None) -> None:
         self._host, self._port = _host_and_port(url)
@@ -102,41 +132,67 @@ class HttpClient:
         self._is_closed = False
 
     def call(self, request: Request, *, limit_s: float) -> dict[str, Any]:
-        verb = verb_of(request)
-        body = json.dumps(encode(request), separators=(",", ":")).encode()
+        body = request_json(request).encode()
         if len(body) > MAX_BODY_BYTES:
-            raise TooLargeError(f"{self.peer}: {verb}: {_too_large(len(body))}")
-        headers = {"Content-Type": "application/json"}
-        if self._token is not None:
-            headers["Authorization"] = f"Bearer {self._token}"
+            raise TooLargeError(f"{self.peer}: {name_of(request)}: {_too_large(len(body))}")
         start_s = time.monotonic()
         try:
-            status, answer = self._exchange(verb, body, headers, max(limit_s, 1e-3))
+            status, answer = self._exchange(verb_of(request), body, max(limit_s, 1e-3))
         except TimeoutError as error:
             self._drop()
             elapsed_s = time.monotonic() - start_s
-            raise DeadlineError(self.peer, verb, limit_s, elapsed_s) from error
+            raise DeadlineError(self.peer, name_of(request), limit_s, elapsed_s) from error
         except (OSError, http.client.HTTPException) as error:
             self._drop()
             elapsed_s = time.monotonic() - start_s
             raise PeerLostError(
-                f"{self.peer}: lost in stage {verb!r} after {elapsed_s:.1f} s "
+                f"{self.peer}: lost in stage {name_of(request)!r} after {elapsed_s:.1f} s "
                 f"({type(error).__name__}: {error}); is the engine running and listening there?"
             ) from error
         return _parse_answer(status, answer, self.peer)
 
-    def _exchange(
-        self, verb: str, body: bytes, headers: Mapping[str, str], limit_s: float
-    ) -> tuple[int, bytes]:
-        until_s = time.monotonic() + limit_s
-        sock: socket.socket | None = getattr(self._local, "sock", None)
-        if sock is not None and not _is_alive(sock):
-            self._drop()  # the server ends a connection that was silent for long
-            sock = None
+    def rouse(self, request: Request) -> None:
+        try:
+            self._send(verb_of(request), request_json(request).encode(), time.monotonic() + 1.0)
+            self._local.is_roused = True
+        except (OSError, http.client.HTTPException):
+            self._drop()
+
+    def _send(self, verb: str, body: bytes, until_s: float) -> socket.socket:
+        sock = self._quiet_socket(until_s)
+        headers = {"Content-Type": "application/json"}
+        if self._token is not None:
+            headers["Authorization"] = f"Bearer {self._token}"
         if sock is None:
-            sock = self._connect(limit_s)
-        sock.settimeout(limit_s)
+            sock = self._connect(max(until_s - time.monotonic(), 1e-3))
+        sock.settimeout(max(until_s - time.monotonic(), 1e-3))
         sock.sendall(request_bytes(self._host, PATH_PREFIX + verb, headers, body))
+        return sock
+
+    def _quiet_socket(self, until_s: float) -> socket.socket | None:
+        """The connection of this thread, if it can carry another request."""
+        sock: socket.socket | None = getattr(self._local, "sock", None)
+        if sock is None:
+            return None
+        if getattr(self._local, "is_roused", False):
+            self._local.is_roused = False
+            try:
+                is_last = read_response(sock, until_s, MAX_BODY_BYTES)[2]
+            except TimeoutError:
+                raise
+            except (OSError, http.client.HTTPException):
+                is_last = True
+            if is_last:
+                self._drop()
+                return None
+        if not _is_alive(sock):
+            self._drop()  # the server ends a connection that was silent for long
+            return None
+        return sock
+
+    def _exchange(self, verb: str, body: bytes, limit_s: float) -> tuple[int, bytes]:
+        until_s = time.monotonic() + limit_s
+        sock = self._send(verb, body, until_s)
         status, answer, is_last = read_response(sock, until_s, MAX_BODY_BYTES)
         if is_last:
             self._drop()
@@ -166,6 +222,7 @@ class HttpClient:
             with self._lock:
                 self._all.discard(sock)
             self._local.sock = None
+            self._local.is_roused = False
 
     def close(self) -> None:
         """End every connection, also those that another thread waits on. Idempotent."""
@@ -231,6 +288,25 @@ def wait_for(
     The same request may be sent any number of times: the engine attaches it to the running stage. So
     an exchange that runs out is made again, until ``limit_s``.
     """
+    answer: dict[str, Any] = {}
+
+    def take(found: dict[str, Any]) -> bool:
+        answer.clear()
+        answer.update(found)
+        return bool(found.get("pending"))
+
+    _ask_until(client, make_request, take, limit_s, stage)
+    return answer
+
+
+def _ask_until(
+    client: ControlClient,
+    make_request: Callable[[float], Request],
+    take: Callable[[dict[str, Any]], bool],
+    limit_s: float,
+    stage: str,
+) -> None:
+    """Ask while ``take`` says of the answer that something is pending."""
     start_s = time.monotonic()
     while True:
         left_s = limit_s - (time.monotonic() - start_s)
@@ -243,8 +319,38 @@ def wait_for(
             if error.__cause__ is None:
                 raise  # not the exchange ran out, but something at the engine, which says so
             continue
-        if not answer.get("pending"):
-            return answer
+        if not take(answer):
+            return
+
+
+def wait_for_stages(
+    client: ControlClient,
+    makers: Sequence[Callable[[float], Stage]],
+    *,
+    limit_s: float,
+    stage: str,
+) -> list[dict[str, Any]]:
+    """The same for several stages that are asked for together: the answer of each."""
+    answers: list[dict[str, Any]] = []
+
+    def ask(wait_s: float) -> StagesRequest:
+        left = makers[len(answers) :]
+        return StagesRequest([encode_stage(make(wait_s)) for make in left], wait_s)
+
+    def take(answer: dict[str, Any]) -> bool:
+        found = answer.get("answers")
+        is_pending = bool(answer.get("pending"))
+        if not isinstance(found, list) or not all(isinstance(a, dict) for a in found):
+            raise ProtocolError(f"{client.peer}: malformed answer to {stage!r}")
+        answers.extend(found)
+        if len(answers) > len(makers) or (len(answers) < len(makers)) is not is_pending:
+            raise ProtocolError(
+                f"{client.peer}: {len(answers)} of {len(makers)} stages were answered to {stage!r}"
+            )
+        return is_pending
+
+    _ask_until(client, ask, take, limit_s, stage)
+    return answers
 
 
 # --- server ---------------------------------------------------------------------------------------
@@ -442,12 +548,12 @@ def _handler_class(handler: Handler, token: str | None) -> type[BaseHTTPRequestH
             if verb == "status" and not body:
                 return encode(StatusRequest(None))
             try:
-                return json.loads(body, parse_constant=_no_constant)
+                return _from_json(body.decode())
             except (ValueError, RecursionError) as error:
                 raise ProtocolError(f"the body is not JSON: {error}") from error
 
         def _send(self, status: HTTPStatus, answer: Mapping[str, Any]) -> None:
-            body = json.dumps(answer, separators=(",", ":")).encode()
+            body = to_json(answer).encode()
             is_last = self.close_connection
             self.wfile.write(response_bytes(status.value, status.phrase, body, is_last=is_last))
 
@@ -471,6 +577,9 @@ def _status_of(error: WeightSyncError) -> HTTPStatus:
 
 def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not a number of JSON")
+
+
+_from_json: Final = json.JSONDecoder(parse_constant=_no_constant).decode
 
 
 def _unknown_verb(path: str) -> ProtocolError:

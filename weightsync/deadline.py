@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ class CancelToken:
     """
 
     def __init__(self) -> None:
-        self._event = threading.Event()
+        self.is_cancelled = False
         self.native_flag = native.CancelFlag()
         self.reason = ""
 
@@ -33,11 +32,7 @@ class CancelToken:
     def cancel(self, reason: str) -> None:
         self.reason = self.reason or reason
         self.native_flag.set()
-        self._event.set()
-
-    @property
-    def is_cancelled(self) -> bool:
-        return self._event.is_set()
+        self.is_cancelled = True
 
 
 class Deadline:

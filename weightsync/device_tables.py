@@ -12,7 +12,7 @@ import logging
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, Final, Protocol
@@ -390,9 +390,15 @@ class CudaCopy(_Launched, SegmentCopy):
         target_base: int = 0,
         max_blocks: int = 0,
         cancel: native.CancelFlag | None = None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> int:
+        """``meanwhile`` is called while the device is at work."""
         self.launch(0, source_base, target_base, max_blocks)
-        wait_lane(self._device, 0)
+        try:
+            if meanwhile is not None:
+                meanwhile()
+        finally:
+            wait_lane(self._device, 0)
         return self.num_bytes
 
     def launch(
@@ -415,11 +421,15 @@ class CudaCopyDigest(_Launched):
                 owners=digests.owners, num_owners=digests.num_owners,
             )  # fmt: skip
 
-    def run(self) -> npt.NDArray[np.uint64]:
-        """The digest of each owner."""
+    def run(self, meanwhile: Callable[[], None] | None = None) -> npt.NDArray[np.uint64]:
+        """The digest of each owner; ``meanwhile`` is called while the device is at work."""
         with cuda_errors(self._device):
             self._launch()
-            found: npt.NDArray[np.uint64] = self._table.result()
+            try:
+                if meanwhile is not None:
+                    meanwhile()
+            finally:
+                found: npt.NDArray[np.uint64] = self._table.result()
         return found
 
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, Protocol
 
 from weightsync.bucket import align
-from weightsync.control import ControlClient, wait_for
+from weightsync.control import ControlClient, wait_for, wait_for_stages
 from weightsync.deadline import CancelToken, Deadline
 from weightsync.digest_shares import digest_shares
 from weightsync.errors import (
@@ -45,6 +45,7 @@ from weightsync.messages import (
     MoveRequest,
     PlanRequest,
     PrepareRequest,
+    Stage,
     StatusRequest,
 )
 from weightsync.options import SenderOptions
@@ -121,6 +122,7 @@ class EngineLink:
         self.layout: Layout | None = None
         self.epoch = ""
         self.is_broken = True
+        self.joins_stages = False  # an engine that can be asked for several stages at once
         self.is_stale = False  # like broken, but the engine still hears us
         self._num_connections = 0
         self.phases: dict[str, float] = {}
@@ -180,6 +182,7 @@ class EngineLink:
             self.epoch = str(answer["epoch"])
             self.layout = Layout.from_json(answer["layout"])
             digest = answer["layout_digest"]
+            self.joins_stages = self.client.is_remote and bool(answer.get("joins_stages"))
         except KeyError as error:
             raise ProtocolError(f"{self.peer}: its answer to 'connect' lacks {error}") from error
         if self.layout.digest != digest:
@@ -232,6 +235,10 @@ class EngineLink:
         """Renew the lease; a failure shows in the stage that runs, not here."""
         with suppress(WeightSyncError):
             self.client.call(HeartbeatRequest(self.run_id), limit_s=self._options.lease_s)
+
+    def rouse(self) -> None:
+        """Something must be quick soon."""
+        self.client.rouse(HeartbeatRequest(self.run_id))
 
     # --- plan ---------------------------------------------------------------------------------------
 
@@ -302,24 +309,47 @@ class EngineLink:
     # --- stages -------------------------------------------------------------------------------------
 
     def begin(self, session_id: str, version: int, scope: list[str] | None) -> None:
+        self._wait(self._begin_request(session_id, version, scope), self._stage_limit_s, "begin")
+
+    def _begin_request(
+        self, session_id: str, version: int, scope: list[str] | None
+    ) -> Callable[[float], BeginRequest]:
         o = self._options
-        self._wait(
-            lambda wait_s: BeginRequest(
-                self.run_id,
-                self.epoch,
-                session_id,
-                version,
-                scope,
-                o.placement.value,
-                o.verify.value,
-                o.pause_mode.value,
-                o.deadline_s,
-                o.commit_timeout_s,
-                wait_s,
-            ),
-            self._stage_limit_s,
-            "begin",
+        return lambda wait_s: BeginRequest(
+            self.run_id,
+            self.epoch,
+            session_id,
+            version,
+            scope,
+            o.placement.value,
+            o.verify.value,
+            o.pause_mode.value,
+            o.deadline_s,
+            o.commit_timeout_s,
+            wait_s,
         )
+
+    def _move_request(
+        self, session_id: str, move_id: int, bound: Bound, published: Sequence[Publication]
+    ) -> Callable[[float], MoveRequest]:
+        reach("trainer.move")
+        sources = [list(entry) for entry in published]
+        return lambda wait_s: MoveRequest(session_id, move_id, bound.plan.digest, sources, wait_s)
+
+    def begin_and_move(
+        self,
+        session_id: str,
+        version: int,
+        scope: list[str] | None,
+        move_id: int,
+        bound: Bound,
+        published: Sequence[Publication],
+    ) -> None:
+        """The first move of a session, read directly, asked for together with its begin."""
+        begin = self._begin_request(session_id, version, scope)
+        move = self._move_request(session_id, move_id, bound, published)
+        self._wait_for_stages({"begin": begin, "move": move}, self._stage_limit_s)
+        self.ends.was_told(published)
 
     def move(
         self,
@@ -335,11 +365,7 @@ class EngineLink:
         ``published`` is what all ranks said of the same tensors; ``seat`` is this engine's among those
         that may be sent the same slots.
         """
-        reach("trainer.move")
-        sources = [list(entry) for entry in published]
-        ask: Callable[[float], MoveRequest] = lambda wait_s: MoveRequest(  # noqa: E731
-            session_id, move_id, bound.plan.digest, sources, wait_s
-        )
+        ask = self._move_request(session_id, move_id, bound, published)
         limit_s = self._stage_limit_s
         if bound.plan.contract is Contract.DIRECT:
             seat.leave()
@@ -402,13 +428,31 @@ class EngineLink:
 
     def prepare(self, session_id: str, manifests: list[dict[str, Any]]) -> None:
         """``manifests`` has one for each rank of the engine."""
-        limit_s = self._stage_limit_s
-        self._wait(lambda w: PrepareRequest(session_id, manifests, w), limit_s, "prepare")
+        self._wait(self._prepare_request(session_id, manifests), self._stage_limit_s, "prepare")
+
+    @staticmethod
+    def _prepare_request(
+        session_id: str, manifests: list[dict[str, Any]]
+    ) -> Callable[[float], PrepareRequest]:
+        return lambda wait_s: PrepareRequest(session_id, manifests, wait_s)
+
+    @property
+    def _commit_limit_s(self) -> float:
+        return 2 * self._options.commit_timeout_s + 1.0
 
     def commit(self, session_id: str) -> dict[str, Any]:
         """The outcome and the engine's own statistics."""
-        limit_s = 2 * self._options.commit_timeout_s + 1.0
-        return self._wait(lambda w: CommitRequest(session_id, w), limit_s, "commit")
+        return self._wait(lambda w: CommitRequest(session_id, w), self._commit_limit_s, "commit")
+
+    def prepare_and_commit(
+        self, session_id: str, manifests: list[dict[str, Any]]
+    ) -> dict[str, Any]:
+        """Both, asked for together: for a trainer with nobody else to wait for between them."""
+        stages: Mapping[str, Callable[[float], Stage]] = {
+            "prepare": self._prepare_request(session_id, manifests),
+            "commit": lambda wait_s: CommitRequest(session_id, wait_s),
+        }
+        return self._wait_for_stages(stages, self._stage_limit_s + self._commit_limit_s)[-1]
 
     def abort(self, session_id: str, reason: str) -> tuple[Outcome, str]:
         """Give a session up, whatever its state; says how it ended."""
@@ -445,12 +489,41 @@ class EngineLink:
     ) -> dict[str, Any]:
         start_s = time.perf_counter()
         try:
-            return wait_for(self.client, make_request, limit_s=limit_s, stage=stage)
+            with self._noting_loss():
+                return wait_for(self.client, make_request, limit_s=limit_s, stage=stage)
+        finally:
+            self._spent(stage, start_s)
+
+    def _wait_for_stages(
+        self, stages: Mapping[str, Callable[[float], Stage]], limit_s: float
+    ) -> list[dict[str, Any]]:
+        """What the engine took for each but the last is its phase; the last has all the rest."""
+        start_s = time.perf_counter()
+        first_s = 0.0
+        *firsts, last = stages
+        try:
+            with self._noting_loss():
+                answers = wait_for_stages(
+                    self.client,
+                    list(stages.values()),
+                    limit_s=limit_s,
+                    stage=" and ".join(stages),
+                )
+            for stage, answer in zip(firsts, answers, strict=False):
+                took_s = float(answer.get("took_s", 0.0))
+                self._add_phase(stage, took_s)
+                first_s += took_s
+            return answers
+        finally:
+            self._add_phase(last, time.perf_counter() - start_s - first_s)
+
+    @contextmanager
+    def _noting_loss(self) -> Iterator[None]:
+        try:
+            yield
         except (PeerLostError, EpochError, DeadlineError, TransportError, ProtocolError):
             self.is_broken = True  # the next update connects again, whatever was half done
             raise
-        finally:
-            self._spent(stage, start_s)
 
     def _spent(self, phase: str, start_s: float) -> None:
         self._add_phase(phase, time.perf_counter() - start_s)

@@ -6,7 +6,8 @@ a message is decoded; a wrong or missing field is a :class:`ProtocolError` namin
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType, UnionType
 from typing import Any, Final, TypeVar, get_args, get_origin, get_type_hints
@@ -128,8 +129,21 @@ class DigestRequest:
     wait_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class StagesRequest:
+    """Stages of one session in one exchange, each begun when the one before is over: what fails is
+    answered as it would be alone, and nothing follows it. Answer: ``answers`` of as many as there was
+    time for, each with the seconds ``took_s``; ``pending`` if more must be asked for.
+
+    ``stages`` are requests of :data:`STAGES`, as :func:`encode_stage` writes them.
+    """
+
+    stages: list[Any]
+    wait_s: float
+
+
 Request = (
-    ConnectRequest | AttachRequest | PlanRequest | BeginRequest | MoveRequest | PrepareRequest
+    StagesRequest | ConnectRequest | AttachRequest | PlanRequest | BeginRequest | MoveRequest | PrepareRequest
     | CommitRequest | AbortRequest | HeartbeatRequest | CloseRequest | StatusRequest | DigestRequest
 )  # fmt: skip
 
@@ -148,6 +162,7 @@ VERBS: Final[Mapping[str, type[Request]]] = MappingProxyType(
         "close": CloseRequest,
         "status": StatusRequest,
         "digest": DigestRequest,
+        "stages": StagesRequest,
     }
 )
 _VERB_OF = {record: verb for verb, record in VERBS.items()}
@@ -155,6 +170,13 @@ _VERB_OF = {record: verb for verb, record in VERBS.items()}
 
 def verb_of(request: Request) -> str:
     return _VERB_OF[type(request)]
+
+
+def name_of(request: Request) -> str:
+    """What a request is called in errors."""
+    if isinstance(request, StagesRequest):
+        return " and ".join(str(entry["verb"]) for entry in request.stages)
+    return verb_of(request)
 
 
 #: Field -> type of each request, in order; evaluating annotations takes longer than all else here.
@@ -165,6 +187,63 @@ def encode(request: Request) -> dict[str, Any]:
     """The JSON object of a request."""
     # Shallow: a publication or a manifest is large, and nobody changes it on the way.
     return {"protocol": PROTOCOL_VERSION, **{n: getattr(request, n) for n in _HINTS[type(request)]}}
+
+
+#: Compact JSON; to make an encoder for each message takes longer than most messages do.
+to_json: Final = json.JSONEncoder(separators=(",", ":")).encode
+
+
+class WrittenList(list[Any]):
+    """A list that nobody changes any more, and its JSON, written ahead of the request it is for."""
+
+    def __init__(self, items: Iterable[Any]) -> None:
+        super().__init__(items)
+        self.json = to_json(list(self))
+
+
+def request_json(request: Request) -> str:
+    """The JSON of :func:`encode`."""
+    if isinstance(request, StagesRequest):
+        stages = ",".join(map(_object_json, request.stages))
+        rest = to_json({**encode(request), "stages": None})
+        return rest.replace('"stages":null', f'"stages":[{stages}]', 1)
+    return _object_json(encode(request))
+
+
+def _object_json(value: Mapping[str, Any]) -> str:
+    written = {name: field for name, field in value.items() if isinstance(field, WrittenList)}
+    if not written:
+        return to_json(value)
+    others = to_json({name: field for name, field in value.items() if name not in written})
+    added = "".join(f",{to_json(name)}:{field.json}" for name, field in written.items())
+    return f"{others[:-1]}{added}}}"
+
+
+Stage = BeginRequest | MoveRequest | PrepareRequest | CommitRequest
+
+#: What may be asked for together with others.
+STAGES: Final[Mapping[str, type[Stage]]] = MappingProxyType(
+    {
+        "begin": BeginRequest,
+        "move": MoveRequest,
+        "prepare": PrepareRequest,
+        "commit": CommitRequest,
+    }
+)
+
+
+def encode_stage(request: Stage) -> dict[str, Any]:
+    """An entry of a :class:`StagesRequest`."""
+    return {"verb": verb_of(request), **encode(request)}
+
+
+def decode_stage(value: Any) -> Stage:
+    """The inverse. Raises :class:`ProtocolError`."""
+    verb = value.get("verb") if isinstance(value, dict) else None
+    record = STAGES.get(verb) if isinstance(verb, str) else None
+    if record is None:
+        raise ProtocolError(f"stages: {verb!r} is no stage; known: {', '.join(STAGES)}")
+    return decode(record, {name: field for name, field in value.items() if name != "verb"})
 
 
 R = TypeVar("R")
@@ -188,13 +267,20 @@ def decode(record: type[R], value: Any) -> R:
     return record(**fields)
 
 
+def _kinds_of(hint: Any) -> tuple[Any, ...]:
+    kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    return tuple(get_origin(kind) or kind for kind in kinds)
+
+
+#: The classes that each hint allows.
+_KINDS: Final = {hint: _kinds_of(hint) for hints in _HINTS.values() for hint in hints.values()}
+
+
 def _checked(record: type, name: str, hint: Any, value: dict[str, Any]) -> Any:
     if name not in value:
         raise ProtocolError(f"{record.__name__}: field {name!r} is missing")
     found = value[name]
-    kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
-    for kind in kinds:
-        plain = get_origin(kind) or kind
+    for plain in _KINDS[hint]:
         if plain is float and isinstance(found, int) and not isinstance(found, bool):
             return float(found)
         if isinstance(found, plain) and not (plain is int and isinstance(found, bool)):

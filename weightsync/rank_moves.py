@@ -28,6 +28,7 @@ from weightsync.deadline import CancelToken, Deadline
 from weightsync.device_tables import SegmentCopy, read_bytes, segment_copy
 from weightsync.errors import CancelledError, PeerLostError, ProtocolError
 from weightsync.faults import reach
+from weightsync.glance import Glance
 from weightsync.kept import NUM_KEPT, Kept
 from weightsync.layout import Layout
 from weightsync.manifest import Digests
@@ -71,6 +72,7 @@ class _Pull:
     published: dict[int, Published]
     deadline: Deadline
     lock: threading.Lock  # around what is counted for all of them
+    glance: Glance
 
 
 class RankMoves:
@@ -132,16 +134,23 @@ class RankMoves:
         return found.share
 
     def move(
-        self, opened: OpenSession, job: StartJob, share: PlanShare, deadline: Deadline
+        self,
+        opened: OpenSession,
+        job: StartJob,
+        share: PlanShare,
+        deadline: Deadline,
+        glance: Glance,
     ) -> Digests | None:
-        """Everything that the plan brings to this rank lands; see :meth:`_read_direct`."""
+        """Everything that the plan brings to this rank lands; see :meth:`_read_direct`. ``glance`` is
+        taken meanwhile."""
         plan = self._plans[share.plan.digest]
         published = _published_in(job.payload.get("sources"))
-        pull = _Pull(opened, job.move_id, plan, published, deadline, threading.Lock())
+        pull = _Pull(opened, job.move_id, plan, published, deadline, threading.Lock(), glance)
         if share.plan.contract is Contract.DIRECT:
             found = _at_once(pull, share.sources, self._read_direct)
             opened.coverage.all_arrived(job.move_id)
             return _total(found, share)
+        glance.take_aside()
         _at_once(pull, share.sources, self._receive_stream)
         return None
 
@@ -178,8 +187,15 @@ class RankMoves:
         with pull.lock:
             opened.stats.add("register", spent_s)
             opened.touch()
+        if direct.digests_reads:
+            prepared.meanwhile = pull.glance.take_here
+        else:
+            pull.glance.take_aside()
         start_s = time.perf_counter()
-        direct.read(prepared, deadline)
+        try:
+            direct.read(prepared, deadline)
+        finally:
+            prepared.meanwhile = None
         spent_s = time.perf_counter() - start_s
         num_transfers = len(pull.plan.pair(source_rank).places)
         with pull.lock:

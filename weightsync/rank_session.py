@@ -18,7 +18,7 @@ from weightsync.types import Placement, RegionAddress, VerifyMode
 
 @dataclass(frozen=True)
 class ReceiverHooks:
-    """Called on the thread that runs jobs; each may wait until the engine's loop is ready.
+    """Called on whichever thread runs the job; each may wait until the engine's loop is ready.
 
     Raising in ``on_begin`` or ``on_prepare`` aborts the update. ``on_commit`` runs after the decision,
     before the engine parks: raising there taints the engine. What ``on_abort`` raises is logged.

@@ -11,7 +11,7 @@ import ctypes
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final
@@ -33,6 +33,7 @@ from weightsync.device_tables import (
 from weightsync.engine import EngineAdapter
 from weightsync.errors import IntegrityError, SessionError, WeightSyncError
 from weightsync.faults import reach
+from weightsync.glance import Glance
 from weightsync.kept import Kept
 from weightsync.layout import Layout
 from weightsync.manifest import Manifest
@@ -183,8 +184,8 @@ class RankWork:
             return
         share = self._moves.expect(opened, job)
         deadline = self._deadline(opened.spec, opened.spec.deadline_s, "move", token)
-        with opened.stats.timed("move"), self._looking("while reading"):
-            digests = self._moves.move(opened, job, share, deadline)
+        with opened.stats.timed("move"), self._glance("while reading").around() as glance:
+            digests = self._moves.move(opened, job, share, deadline, glance)
         opened.coverage.settle()
         opened.moves.append(share)
         opened.read_digests.append(digests)
@@ -435,18 +436,17 @@ class RankWork:
                 "they must never be re-allocated while a receiver serves the engine"
             )
 
-    @contextmanager
-    def _looking(self, when: str) -> Iterator[None]:
+    def _glance(self, when: str) -> Glance:
         """A close look at many tensors takes milliseconds, so it is taken while bytes move."""
         if self._look is Look.EVERYTHING:  # they are few: it is taken before and after
+            return Glance(None, self._looker)
+        return Glance(lambda: self._check_fingerprint(when, Look.EVERYTHING), self._looker)
+
+    @contextmanager
+    def _looking(self, when: str) -> Iterator[None]:
+        with self._glance(when).around() as glance:
+            glance.take_aside()
             yield
-            return
-        looked = self._looker.submit(self._check_fingerprint, when, Look.EVERYTHING)
-        try:
-            yield
-        finally:
-            wait([looked])
-        looked.result()
 
 
 def _bytes_at(ptr: int, num_bytes: int) -> Any:

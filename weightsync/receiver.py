@@ -23,9 +23,10 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from weightsync import config
 from weightsync.control import ControlServer
@@ -43,7 +44,9 @@ from weightsync.messages import (
     HeartbeatRequest,
     PlanRequest,
     Request,
+    StagesRequest,
     StatusRequest,
+    decode_stage,
     verb_of,
 )
 from weightsync.rank_calls import MAX_WAIT_S, RankCalls, stats_of
@@ -181,7 +184,7 @@ class Receiver:
 
     # --- life ---------------------------------------------------------------------------------------
 
-    def start(self, jobs_by: JobsBy = JobsBy.THREAD) -> Receiver:
+    def start(self, jobs_by: JobsBy = JobsBy.THREAD) -> Self:
         """Find the other ranks, listen and serve. Raises :class:`ConfigError` for an address that
         cannot be had, :class:`DeadlineError` naming ranks that did not come."""
         if self._threads:
@@ -267,7 +270,7 @@ class Receiver:
                 self.poll()
             thread.join(timeout=0.01)
 
-    def __enter__(self) -> Receiver:
+    def __enter__(self) -> Self:
         return self.start()
 
     def __exit__(self, *_: object) -> None:
@@ -363,11 +366,26 @@ class Receiver:
                 if "epoch" not in answer:
                     raise BusyError("the engine did not answer within 10 s; try again")
                 return {**answer, **self._description()}
+            case StagesRequest():
+                return self._stages(request, ask)
             case _:
                 answer = ask(request, request.wait_s)
                 if isinstance(request, CommitRequest) and "outcome" in answer:
                     return {**answer, "stats": self._stats()}
                 return answer
+
+    def _stages(self, request: StagesRequest, ask: Ask) -> Mapping[str, Any]:
+        """One after the other, until one fails or time is up."""
+        stages = [decode_stage(entry) for entry in request.stages]
+        until_s = time.monotonic() + min(max(0.0, request.wait_s), MAX_WAIT_S)
+        answers: list[Mapping[str, Any]] = []
+        for stage in stages:
+            start_s = time.monotonic()
+            answer = self._handle(replace(stage, wait_s=max(0.0, until_s - start_s)), ask)
+            if answer.get("pending"):
+                return {"answers": answers, "pending": True}
+            answers.append({**answer, "took_s": time.monotonic() - start_s})
+        return {"answers": answers}
 
     def _ask(
         self,
@@ -431,6 +449,7 @@ class Receiver:
             "version": self.version,
             "tainted": self._leader.taint,
             "pid": os.getpid(),
+            "joins_stages": True,
         }
 
     def _status(self, session_id: str | None) -> dict[str, Any]:

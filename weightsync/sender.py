@@ -34,6 +34,7 @@ from weightsync.kept import Kept
 from weightsync.layout import Layout
 from weightsync.link import EngineLink, new_session_id
 from weightsync.manifest import Digests, Manifest, ManifestBasis, manifest_basis
+from weightsync.messages import WrittenList
 from weightsync.naming import Rule
 from weightsync.options import SenderOptions, resolve_options
 from weightsync.rank_sender import RankSender
@@ -56,6 +57,7 @@ class _Session:
     link: EngineLink
     session_id: str
     is_begun: bool = False
+    is_moved: bool = False  # the move that is under way was asked for with the begin
     is_commit_asked: bool = False
     error: WeightSyncError | None = None
     moves: list[tuple[DigestShares, Digests]] = field(
@@ -402,15 +404,8 @@ class Update:
         def act(session: _Session) -> None:
             seat = FillSeat(meeting, next(i for i, s in enumerate(self._sessions) if s is session))
             try:
-                bound, digests, published = self._ready(
-                    session, lambda: self._describe(session, tensors, source, taken)
-                )
-                if not session.moves and bound.plan.contract is Contract.DIRECT:
-                    session.ahead = self._sender._pool.submit(
-                        self._manifests, session, [(bound.shares, digests)]
-                    )
-                session.link.move(
-                    session.session_id, move_id, bound, published, session.token, seat
+                bound, digests = self._describe_and_move(
+                    session, lambda: self._describe(session, tensors, source, taken), move_id, seat
                 )
             except WeightSyncError:
                 # What another rank lost shows here only by its error: all join their transports anew.
@@ -425,6 +420,48 @@ class Update:
 
         self._on_sessions(act)
 
+    def _describe_and_move(
+        self,
+        session: _Session,
+        describe: Callable[[], tuple[Bound, Digests, list[Publication]]],
+        move_id: int,
+        seat: FillSeat,
+    ) -> tuple[Bound, Digests]:
+        link = session.link
+
+        def make_manifests(bound: Bound, digests: Digests) -> None:
+            if not session.moves and bound.plan.contract is Contract.DIRECT:
+                session.ahead = self._sender._pool.submit(
+                    self._manifests, session, [(bound.shares, digests)]
+                )
+
+        def begin(described: tuple[Bound, Digests, list[Publication]]) -> None:
+            bound, digests, published = described
+            is_joined = self._is_alone(session) and bound.plan.contract is Contract.DIRECT
+            if not is_joined:
+                self._begin(session)
+                return
+            reach("trainer.begin")
+            session.is_begun = True
+            make_manifests(bound, digests)
+            seat.leave()
+            link.begin_and_move(
+                session.session_id, self.version, self._scope, move_id, bound, published
+            )
+            session.is_moved = True
+
+        session.is_moved = False
+        bound, digests, published = self._ready(session, describe, begin)
+        if not session.is_moved:
+            make_manifests(bound, digests)
+            link.move(session.session_id, move_id, bound, published, session.token, seat)
+        return bound, digests
+
+    def _is_alone(self, session: _Session) -> bool:
+        """Whether nobody else must be heard between two stages: one trainer rank, one engine."""
+        is_only = len(self._sessions) == 1 and self._sender._crew is None
+        return is_only and session.link.joins_stages
+
     def _describe(
         self,
         session: _Session,
@@ -434,6 +471,8 @@ class Update:
     ) -> tuple[Bound, Digests, list[Publication]]:
         """Plan, digests and publications, before the engine is asked for anything: it may pause."""
         link, sender = session.link, self._sender
+        if not session.is_begun:
+            link.rouse()  # its thread wakes up while the sources are looked at and digested
         bound = link.plan(tensors, source)
         published = link.ends.publish(bound, tensors)
         start_s = time.perf_counter()
@@ -453,19 +492,21 @@ class Update:
         session.digest_s += time.perf_counter() - start_s
         return bound, digests, published
 
-    def _ready(self, session: _Session, make_plan: Callable[[], P]) -> P:
+    def _ready(
+        self, session: _Session, make_plan: Callable[[], P], begin: Callable[[P], None]
+    ) -> P:
         """What to move, in an open session. An engine that let this run go since the last update
         (its lease ran out, or it was restarted) is connected again."""
         if session.is_begun:
             return make_plan()
         try:
             plan = make_plan()
-            self._begin(session)
+            begin(plan)
         except EpochError:
             session.link.connect()
             session.session_id, session.is_begun = new_session_id(), False
             plan = make_plan()
-            self._begin(session)
+            begin(plan)
         return plan
 
     def _begin(self, session: _Session) -> None:
@@ -524,12 +565,20 @@ class Update:
             if self._scope is None or self._scope:
                 raise MissingNameError("nothing was sent; call update.send(...) before leaving")
             # A round in which nobody has anything still ends its session.
-            self._ready(session, lambda: None)
+            self._ready(session, lambda: None, lambda _: self._begin(session))
         reach("trainer.prepare")
-        session.link.prepare(session.session_id, self._all_manifests(session))
-        reach("trainer.prepared")
-        session.is_commit_asked = True
-        session.stats = session.link.commit(session.session_id).get("stats", {})
+        link, session_id = session.link, session.session_id
+        manifests = self._all_manifests(session)
+        if self._is_alone(session):
+            reach("trainer.prepared")
+            session.is_commit_asked = True
+            answer = link.prepare_and_commit(session_id, manifests)
+        else:
+            link.prepare(session_id, manifests)
+            reach("trainer.prepared")
+            session.is_commit_asked = True
+            answer = link.commit(session_id)
+        session.stats = answer.get("stats", {})
         reach("trainer.committed")
 
     def _all_manifests(self, session: _Session) -> list[dict[str, Any]]:
@@ -559,7 +608,7 @@ class Update:
                 return shares.for_rank(rank, sums)
 
             found.append(manifest(rank, of_rank).to_json())
-        return root, found
+        return root, WrittenList(found)
 
     def _tell_end(self, error: BaseException | None = None) -> None:
         """The other ranks of the trainer wait for the outcome."""

@@ -537,7 +537,8 @@ def _session_report(state: LeaderState, event: RankReport, now_s: float) -> Step
         is_dirty = is_dirty or (error is not None and event.stage is Stage.ABORT)
     elif error is None and event.stage is Stage.ABORT:
         error = SessionError(f"rank {event.rank} gave the session up")
-    state = evolve(state, touched=state.touched or is_dirty)
+    if is_dirty and not state.touched:
+        state = evolve(state, touched=True)
     if error is not None and state.phase is not Phase.ABORTING:
         if state.phase in _DECIDED:
             return _fail_decided(state, error, now_s)

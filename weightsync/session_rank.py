@@ -414,17 +414,20 @@ def _finish(state: RankState, job: StartJob, error: WeightSyncError | None) -> S
         # Given up while the last bytes arrived. A leader that heard of success could still decide
         # to commit what this rank is about to drop.
         error = SessionError(f"rank {state.rank} gave the session up")
-    report = evolve(
-        _report(state, job.spec.session_id, _STAGE[job.job]),
-        move_id=job.move_id,
-        error=error,
-        touched=state.touched,
-        leader_epoch=state.opened_by,
+    report = RankReport(
+        state.rank,
+        state.epoch,
+        job.spec.session_id,
+        _STAGE[job.job],
+        job.move_id,
+        error,
+        state.touched,
+        state.opened_by,
+        state.tainted,
     )
-    state = evolve(state, last=report)
     if error is not None:
-        return state, [report]  # the leader answers with a Discard
-    state = evolve(state, phase=_AFTER[job.job])
+        return evolve(state, last=report), [report]  # the leader answers with a Discard
+    phase = _AFTER[job.job]
     if job.job is Job.RESUME:
-        state = evolve(state, spec=None, touched=False)
-    return state, [report]
+        return evolve(state, last=report, phase=phase, spec=None, touched=False), [report]
+    return evolve(state, last=report, phase=phase), [report]

@@ -231,7 +231,10 @@ def test_an_unknown_model(model: str, text: str, capsys: pytest.CaptureFixture[s
 # --- a benchmark whose workers do not do what they should -----------------------------------------
 
 _BROKEN: Mapping[str, tuple[dict[str, str], str]] = {
-    "engine killed": ({"WEIGHTSYNC_FAULT": "engine.prepare=kill"}, r"engine 127.*stage 'prepare'"),
+    "engine killed": (
+        {"WEIGHTSYNC_FAULT": "engine.prepare=kill"},
+        r"engine 127.*stage 'prepare and commit'",
+    ),
     "trainer killed": ({"WEIGHTSYNC_FAULT": "trainer.moved=kill"}, r"trainer process ended.* -9"),
 }
 

@@ -61,7 +61,7 @@ def update(sender: Sender, source: Any, version: int) -> Any:
     ("point", "contract", "placement", "is_tainted"),
     [
         ("trainer.begun", "stream", "staged", False),
-        ("trainer.begun", "direct", "in_place", False),
+        ("trainer.begun", "stream", "in_place", False),
         ("stream.submit", "stream", "staged", False),
         ("stream.submit", "stream", "in_place", False),
         ("stream.submit@4", "stream", "in_place", True),
@@ -166,15 +166,15 @@ def test_the_trainer_ends_while_the_engine_stops_in_a_read(engine: Child, brood:
 @pytest.mark.parametrize(
     ("point", "contract", "placement", "stage"),
     [
-        ("engine.open", "direct", "staged", "begin"),
+        ("engine.open", "direct", "staged", "begin and move"),
         ("engine.open", "stream", "in_place", "begin"),
-        ("direct.read", "direct", "staged", "move"),
-        ("direct.read", "direct", "in_place", "move"),
+        ("direct.read", "direct", "staged", "begin and move"),
+        ("direct.read", "direct", "in_place", "begin and move"),
         ("stream.received", "stream", "staged", "move"),
-        ("engine.prepare", "direct", "staged", "prepare"),
-        ("engine.prepare", "stream", "in_place", "prepare"),
-        ("engine.place", "direct", "staged", "commit"),
-        ("engine.place", "stream", "in_place", "commit"),
+        ("engine.prepare", "direct", "staged", "prepare and commit"),
+        ("engine.prepare", "stream", "in_place", "prepare and commit"),
+        ("engine.place", "direct", "staged", "prepare and commit"),
+        ("engine.place", "stream", "in_place", "prepare and commit"),
     ],
 )
 def test_the_engine_stops_for_longer_than_the_deadlines(
@@ -213,11 +213,11 @@ def test_the_engine_stops_for_longer_than_the_deadlines(
         now = ask(engine, "now")
         if outcome is Outcome.TAINTED:
             assert "refuses to generate" in now
-            assert placement == "in_place" or stage == "commit"
+            assert placement == "in_place" or stage == "prepare and commit"
         else:
             serving = fatal if outcome is Outcome.COMMITTED else old
             assert now == [serving, root(serving), serving]
-            assert outcome is Outcome.ABORTED or stage == "commit"
+            assert outcome is Outcome.ABORTED or stage == "prepare and commit"
         check_seen(ask(engine, "seen"), old, fatal)
 
         update(sender, source, later)
@@ -264,7 +264,7 @@ def test_an_engine_that_stands_still_for_less_than_the_deadline_is_waited_for(
 def be_impatient(patch: pytest.MonkeyPatch, sender: Sender, stage: str) -> None:
     """Short limits in the stage in which the engine will stop, long ones where it must get to it."""
     (link,) = sender._links
-    if stage == "begin":
+    if stage.startswith("begin"):
         patch.setattr(
             link, "_options", replace(link._options, deadline_s=1.0, commit_timeout_s=1.0)
         )
@@ -274,7 +274,13 @@ def be_impatient(patch: pytest.MonkeyPatch, sender: Sender, stage: str) -> None:
     def impatient(make_request: Any, limit_s: float, at: str) -> Any:
         return wait(make_request, 1.0 if at in short else limit_s, at)
 
+    wait_for_stages = link._wait_for_stages
+
+    def impatient_together(stages: Any, limit_s: float) -> Any:
+        return wait_for_stages(stages, 1.0 if " and ".join(stages) in short else limit_s)
+
     patch.setattr(link, "_wait", impatient)
+    patch.setattr(link, "_wait_for_stages", impatient_together)
 
 
 def resolved(sender: Sender, report: Any, engine: Child) -> Any:

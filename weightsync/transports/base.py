@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -215,6 +215,8 @@ class PreparedRead:
     #: Of the last read, uint64 [num_owners]; None: it takes none.
     digests: npt.NDArray[np.uint64] | None = None
     device_s: float | None = None  # of the last read, by a device's own clock where one copied
+    #: Of a target that ``digests_reads``: called within a read, while the device is at work.
+    meanwhile: Callable[[], None] | None = field(default=None, repr=False)
 
 
 class DirectTarget(ABC):

@@ -14,7 +14,7 @@ import bisect
 import logging
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -226,12 +226,16 @@ class CudaPath(DevicePath):
         self._copies.add(copy)
         return copy
 
-    def copy(self, prepared: CudaCopy | CudaCopyDigest) -> DeviceCopied:
+    def copy(
+        self,
+        prepared: CudaCopy | CudaCopyDigest,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> DeviceCopied:
         with self._lock:
             if self._is_closed:
                 raise PeerLostError("this end was closed")
             try:
-                found = prepared.run()
+                found = prepared.run(meanwhile=meanwhile)
             except ValueError as error:  # made for what is no longer mapped
                 raise TransportError(str(error)) from error
             return DeviceCopied(prepared.device_s, None if isinstance(found, int) else found)

@@ -10,7 +10,7 @@ import os
 import secrets
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Final
@@ -192,14 +192,16 @@ class _LocalDevicePath(DevicePath):
     def prepare(self, rows: Table, digests: DigestRows | None) -> tuple[Table, CudaCopy]:
         return rows, CudaCopy(rows, self._device)
 
-    def copy(self, prepared: tuple[Table, CudaCopy]) -> DeviceCopied:
+    def copy(
+        self, prepared: tuple[Table, CudaCopy], meanwhile: Callable[[], None] | None = None
+    ) -> DeviceCopied:
         rows, whole = prepared
         fault = self._faults.next_read() if len(rows) else None
         if fault is Fault.LOSE_PEER:
             self._link.close()
             return DeviceCopied(0.0)
         copy = CudaCopy(rows[:-1], self._device) if fault is Fault.DROP else whole
-        copy.run()
+        copy.run(meanwhile=meanwhile)
         if fault is Fault.CORRUPT:
             _flip_bit(int(rows[0, 1]), self._device)
         return DeviceCopied(copy.device_s)

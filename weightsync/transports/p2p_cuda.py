@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import Final, NamedTuple
 
@@ -142,12 +142,14 @@ class PeerMemory:
         """Where an allocation is mapped."""
         return self._mapped[key]
 
-    def run(self, copy: CudaCopy | CudaCopyDigest) -> DeviceCopied:
+    def run(
+        self, copy: CudaCopy | CudaCopyDigest, meanwhile: Callable[[], None] | None = None
+    ) -> DeviceCopied:
         """A copy out of what is mapped."""
         with self._lock:
             if self._is_closed:
                 raise PeerLostError("this end was closed")
-            found = copy.run()
+            found = copy.run(meanwhile=meanwhile)
             return DeviceCopied(copy.device_s, None if isinstance(found, int) else found)
 
     def _unmap(self, keys: Sequence[Key]) -> None:

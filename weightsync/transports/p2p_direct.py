@@ -114,7 +114,8 @@ class _Opened:
 @dataclass(frozen=True, slots=True)
 class _State:
     opened: _Opened
-    read: Callable[[Deadline], DeviceCopied | None]  # None: nobody looked at the bytes on the way
+    #: Of a deadline, and what to do meanwhile. None: nobody looked at the bytes on the way.
+    read: Callable[[Deadline, Callable[[], None] | None], DeviceCopied | None]
     num_reads: int
 
 
@@ -227,11 +228,12 @@ class P2pDirectTarget(DirectTarget):
     def _host_state(self, opened: _Opened, rows: Table) -> _State:
         reads = reads_of(rows)
         if not len(reads):
-            return _State(opened, lambda deadline: None, 0)
+            return _State(opened, lambda deadline, _: None, 0)
         transfer = self._agent.prepare(reads, CPU, CPU)
-        run: Callable[[Deadline], None] = lambda deadline: self._agent.read(  # noqa: E731
-            transfer, deadline, self._lost
-        )
+
+        def run(deadline: Deadline, _: Callable[[], None] | None) -> None:
+            self._agent.read(transfer, deadline, self._lost)
+
         return _State(opened, run, len(transfer.reads))
 
     def _mapped_state(self, opened: _Opened, rows: Table, digests: DigestRows | None) -> _State:
@@ -254,7 +256,7 @@ class P2pDirectTarget(DirectTarget):
         if digests is not None:
             digests = replace(digests, rows=moved(digests.rows))
         copy = copy_with_digests(moved(rows), digests, opened.device)
-        return _State(opened, lambda deadline: kept.run(copy), 1)
+        return _State(opened, lambda _, meanwhile: kept.run(copy, meanwhile), 1)
 
     def _device_state(self, opened: _Opened, rows: Table, num_bytes: int) -> _State:
         published = opened.published
@@ -274,7 +276,10 @@ class P2pDirectTarget(DirectTarget):
         if any(piece.is_chunk for piece in pieces):
             landing = self._chunks_of(limits.chunk_bytes, opened.device)
         read = DeviceRead(self._agent, pieces, landing, published.device, opened.device)
-        run: Callable[[Deadline], None] = lambda deadline: read.run(deadline, self._lost)  # noqa: E731
+
+        def run(deadline: Deadline, _: Callable[[], None] | None) -> None:
+            read.run(deadline, self._lost)
+
         return _State(opened, run, read.num_reads)
 
     def _chunks_of(self, chunk_bytes: int, device: str) -> LandingChunks:
@@ -314,7 +319,7 @@ class P2pDirectTarget(DirectTarget):
         epoch = state.opened.published.epoch
         self._check_current(epoch)
         deadline.check()
-        copied = state.read(deadline)
+        copied = state.read(deadline, prepared.meanwhile)
         if copied is not None:
             prepared.device_s, prepared.digests = copied.device_s, copied.digests
         self._check_current(epoch)  # withdrawn meanwhile: what was read may be torn

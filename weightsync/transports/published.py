@@ -293,8 +293,9 @@ class DevicePath(ABC):
         """What ``copy`` needs of a checked table, worked out once."""
 
     @abstractmethod
-    def copy(self, prepared: Any) -> DeviceCopied:
-        """Copy everything; cannot be stopped, and need not: it is short."""
+    def copy(self, prepared: Any, meanwhile: Callable[[], None] | None = None) -> DeviceCopied:
+        """Copy everything; cannot be stopped, and need not: it is short. ``meanwhile`` is called while
+        the device is at work."""
 
     @abstractmethod
     def release(self) -> None:
@@ -461,7 +462,7 @@ class DirectReader(DirectTarget):
         self._check_current(opened.epoch)
         if isinstance(opened.path, DevicePath):
             deadline.check()
-            copied = opened.path.copy(work)
+            copied = opened.path.copy(work, prepared.meanwhile)
             prepared.device_s, prepared.digests = copied.device_s, copied.digests
         else:
             path = opened.path
