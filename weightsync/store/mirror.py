@@ -23,6 +23,8 @@ from weightsync.tables import segment_rows, table
 _VECTOR_BYTES: Final = 16  # what a device reads at once
 _UNALIGNED: Final = "its address is no multiple of 16"
 
+_NONE: Final[Digests] = np.zeros(0, dtype=np.uint64)
+
 Records = dict[str, list[tuple[Place, bytes | memoryview]]]
 
 
@@ -33,7 +35,7 @@ class MirrorDelta:
 
     records: Records
     digests: dict[str, Digests]
-    payload: Bytes
+    payload: list[Bytes]
     on_host: Mapping[str, int]
     seconds: Mapping[str, float]
 
@@ -55,6 +57,8 @@ class Mirror:
             name: DeviceWeight(w.meta, self._ptr(name), device, self, w.box_of)
             for name, w in weights.items()
         }
+        self._spans = [(name, place) for name, m in self.metas.items() for place in spans_of(m)]
+        self._places = [place for _, place in self._spans]
         self._digests = LiveDigests([(w.meta, w.ptr) for w in self.weights.values()], device)
         self.seed(weights)
 
@@ -89,37 +93,44 @@ class Mirror:
         num_threads: int,
     ) -> MirrorDelta:
         """What changed since; the mirror stays what it is. ``digests`` are those of its blocks."""
-        found = self._new_digests(digests)
-        spans = [(name, place) for name, m in self.metas.items() for place in spans_of(m)]
-        on_device = [s for s in spans if weights[s[0]].ptr % _VECTOR_BYTES == 0]
-        joined = [span_digests(found[name], place) for name, place in on_device]
+        found = {name: digests[name].copy() for name in self.metas}
+        spans, places = self._spans, self._places
+        unaligned = {name for name, w in weights.items() if w.ptr % _VECTOR_BYTES}
+        if unaligned:
+            spans = [span for span in spans if span[0] not in unaligned]
+            places = [place for _, place in spans]
+        # Spans are all blocks of their tensors, in order.
+        joined = [found[name] for name in self.metas if name not in unaligned]
         asked = DeviceSpans(
-            [place for _, place in on_device],
-            [self._ptr(name) + _start_bytes(place) for name, place in on_device],
-            [weights[name].ptr + _start_bytes(place) for name, place in on_device],
-            np.concatenate(joined) if joined else np.empty(0, dtype=np.uint64),
+            places,
+            [self._ptr(name) + _start_bytes(place) for name, place in spans],
+            [weights[name].ptr + _start_bytes(place) for name, place in spans],
+            np.concatenate([_NONE, *joined]),
         )
         results = self._encoder.encode(asked, num_threads)
-        first = 0
-        coded: dict[tuple[str, Place], bytes | memoryview | None] = {}
+        records: Records = {name: [] for name in self.metas}
         reasons: Counter[str] = Counter()
-        for span, part, (outcome, record) in zip(on_device, joined, results, strict=True):
+        first = 0
+        for part in joined:
             part[:] = asked.digests[first : first + part.size]
             first += part.size
-            coded[span] = record
+        for span, (outcome, coded) in zip(spans, results, strict=True):
+            name, place = span
+            record: bytes | memoryview | None = coded
             if outcome.reason:
                 reasons[outcome.reason] += 1
-                coded[span] = self._on_host(span, weights, part)
-        records: Records = {name: [] for name in self.metas}
-        for span in spans:
-            name, place = span
-            if span not in coded:
-                reasons[_UNALIGNED] += 1
                 part = span_digests(found[name], place)
-                coded[span] = self._on_host(span, weights, part)
-            known = coded[span]
-            if known is not None:
-                records[name].append((place, known))
+                part[:] = span_digests(digests[name], place)
+                record = self._on_host(span, weights, part)
+            if record is not None:
+                records[name].append((place, record))
+        for span in self._spans if unaligned else ():
+            name, place = span
+            if name in unaligned:
+                reasons[_UNALIGNED] += 1
+                record = self._on_host(span, weights, span_digests(found[name], place))
+                if record is not None:
+                    records[name].append((place, record))
         return MirrorDelta(
             records, found, self._encoder.payload, dict(reasons), self._encoder.seconds
         )
@@ -157,7 +168,7 @@ class Mirror:
         finally:
             found.close()
 
-    def recycle(self, payload: Bytes) -> None:
+    def recycle(self, payload: list[Bytes]) -> None:
         """See :meth:`SpanEncoder.recycle`."""
         self._encoder.recycle(payload)
 
@@ -168,9 +179,6 @@ class Mirror:
 
     def _ptr(self, name: str) -> int:
         return int(self._memory.ptr) + self._offsets[name]
-
-    def _new_digests(self, digests: Mapping[str, Digests]) -> dict[str, Digests]:
-        return {name: digests[name].copy() for name in self.metas}
 
     def _on_host(
         self, span: tuple[str, Place], weights: Mapping[str, DeviceWeight], digests: Digests
