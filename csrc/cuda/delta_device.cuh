@@ -79,6 +79,11 @@ __device__ __forceinline__ DeltaCounts scan_counts(const DeltaCounts& own, bool 
     return {upto.low - own.low, upto.high - own.high};
 }
 
+// Counts of all lanes.
+__device__ __forceinline__ DeltaCounts sum_counts(const DeltaCounts& own) {
+    return {__reduce_add_sync(kFull, own.low), __reduce_add_sync(kFull, own.high)};
+}
+
 }  // namespace lanes
 
 inline double now_s() {

@@ -140,7 +140,7 @@ __device__ __forceinline__ void encode_block(const Launch& launch, const DeltaBl
     if (thread < kDeltaClasses) counts.class_changes[thread] = 0;
     if (thread == 0) shared->digest = 0;
     __syncthreads();
-    const DeltaBlockPlace block = delta_block_place(row, unit.block);
+    const DeltaBlockPlace block = delta_place_of<kind>(row, row.new_ptr, unit.block);
     const DeltaCuts cuts = delta_cuts<kind>(*parameters);
     if (thread == 0) shared->cuts = cuts;
     look<kind>(block, stage, cuts, *parameters, &counts, warp, lane);

@@ -118,7 +118,8 @@ template <DeltaKind kind>
 void run_kind(DeltaBatch* batch, const std::uint64_t* digests, std::uint32_t capacity,
               std::vector<unsigned char>* arena) {
     for (const DeltaBlockUnit& unit : delta_units(*batch, kind)) {
-        const DeltaBlockPlace block = delta_block_place(batch->rows[unit.row], unit.block);
+        const DeltaSpanRow& row = batch->rows[unit.row];
+        const DeltaBlockPlace block = delta_place_of<kind>(row, row.new_ptr, unit.block);
         const auto at = static_cast<std::size_t>(batch->first_block[unit.row]) + unit.block;
         DeltaBlockResult* result = &batch->results[at];
         const DeltaParameters& parameters = batch->parameters[unit.row];

@@ -304,6 +304,21 @@ struct DeltaBlockPlace {
     int word_shift;
 };
 
+// Block `block` of a span; `new_ptr` is 0 where there is no other version.
+template <DeltaKind kind, typename Row>
+WEIGHTSYNC_HD_INLINE DeltaBlockPlace delta_place_of(const Row& row, std::uint64_t new_ptr,
+                                                    std::uint32_t block) {
+    const auto bytes = static_cast<std::uint64_t>(DeltaElement<kind>::bytes);
+    const std::uint64_t first = std::uint64_t{block} * kDeltaBlock;
+    const std::uint64_t rest = row.num_elements - first;
+    return {reinterpret_cast<const unsigned char*>(row.old_ptr + first * bytes),
+            reinterpret_cast<const unsigned char*>(new_ptr == 0 ? 0 : new_ptr + first * bytes),
+            static_cast<std::uint32_t>(rest < kDeltaBlock ? rest : kDeltaBlock),
+            row.seed,
+            (row.start_element + first) * bytes,
+            row.word_bytes == 4 ? 2 : static_cast<int>(row.word_bytes) - 1};
+}
+
 // 0: the typical step of its exponent; else 1 + its number among the others. Fits: no step of 32
 // bits is longer than 2^31.
 template <DeltaKind kind>
