@@ -85,6 +85,8 @@ std::vector<ArenaRange> cuda_pool_ranges(std::uint64_t) { return {}; }
 CudaHeld cuda_held() { return {0, 0}; }
 std::uint64_t cuda_malloc(std::uint64_t, int device) { fail("cuda_malloc", device); }
 void cuda_free(std::uint64_t, int device) { fail("cuda_free", device); }
+std::uint64_t cuda_malloc_host(std::uint64_t, int device) { fail("cuda_malloc_host", device); }
+void cuda_free_host(std::uint64_t, int device) { fail("cuda_free_host", device); }
 std::uint64_t cuda_free_bytes(int device) { fail("cuda_free_bytes", device); }
 int cuda_current_device() { fail("cuda_current_device", 0); }
 void cuda_use_device(int device) { fail("cuda_use_device", device); }

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from weightsync.codec import block_digests
+from weightsync.codec.spans import Bytes
 from weightsync.config import DecodePlace, decode_place
 from weightsync.coverage import SlotIndex
 from weightsync.deadline import Deadline
@@ -27,7 +28,7 @@ from weightsync.device_delta import (
     decode_there,
 )
 from weightsync.device_patch import DecodedWrite, DevicePatch, DeviceWrite
-from weightsync.device_tables import CPU, synchronize
+from weightsync.device_tables import CPU, HostBuffer, synchronize
 from weightsync.digest import DigestPart, DigestTable
 from weightsync.errors import (
     ConfigError,
@@ -81,6 +82,7 @@ class RankStore:
         self._layout, self._index, self._slots = layout, index, slots
         self._device, self._threads = device, num_threads
         self._decodes_at = DecodePlace.HOST if device == CPU else decode_place()
+        self._buffer = HostBuffer(0, device)
         self._live_digests: Kept[tuple[tuple[str, int], ...], LiveDigests] = Kept(2)
 
     # --- full versions ------------------------------------------------------------------------------
@@ -167,7 +169,7 @@ class RankStore:
         with ThreadPoolExecutor(1, "weightsync-digest") as pool:  # while files are read
             live_digests = pool.submit(table.compute, self._threads)
             steps = [mine[i][0].steps[0] for i in here if mine[i][0].steps]
-            buffer, records = read_records(steps, self._threads)
+            buffer, records = read_records(steps, self._threads, self._room)
             read_s = time.perf_counter()
             digests = live_digests.result()
         deadline.check()
@@ -204,6 +206,13 @@ class RankStore:
             if writes[i]:
                 touched[name] = None
         fetched.touched = list(touched)
+
+    def _room(self, num_bytes: int) -> Bytes:
+        """Memory for the records of one delta, kept for the next: pinning takes longer than reading."""
+        if self._buffer.num_bytes < num_bytes:
+            self._buffer.close()
+            self._buffer = HostBuffer(num_bytes + num_bytes // 4, self._device)
+        return self._buffer.data[:num_bytes]
 
     def _live_parts(
         self, tensor: ChainTensor, keys: Sequence[tuple[int, int]]

@@ -29,18 +29,18 @@ struct Shared {
     __align__(8) unsigned char parameters[sizeof(DeltaParameters)];
 };
 
-// `act(first element, vector, counts of its keys, row)` for a warp's vectors, by all lanes.
+// `act(first element, what a lane has, counts of its keys, row)` for a warp's rows, by all lanes.
 template <DeltaKind kind, bool has_byte_keys, typename Act>
 __device__ __forceinline__ void for_rows_by(const DeltaEmit<kind>& emit, std::uint32_t warp,
                                             std::uint32_t lane, const Act& act) {
     using Vector = DeltaVector<kind>;
-    constexpr std::uint32_t unroll = 2;
+    constexpr std::uint32_t unroll = 2 / Vector::vectors;
     const int num_thresholds = emit.parameters->num_thresholds;
     const std::uint32_t size = emit.place.size;
     for (std::uint32_t r = 0; r < Vector::rows; r += unroll) {
         const std::uint32_t start = warp * kDeltaWarpElements + r * Vector::row_elements;
         if (start >= size) break;
-        Vec16 old[unroll];
+        typename Vector::Lane old[unroll];
 #pragma unroll
         for (std::uint32_t u = 0; u < unroll; ++u) {
             old[u] = Vector::read(emit.place.old,
@@ -69,17 +69,16 @@ template <DeltaKind kind>
 __device__ __forceinline__ void count_keys(const DeltaEmit<kind>& emit, DeltaDecodeBlock* block,
                                            std::uint32_t warp, std::uint32_t lane) {
     std::uint32_t running[kDeltaThresholds + 1] = {};
-    for_rows<kind>(emit, warp, lane,
-                   [&](std::uint32_t, const Vec16&, const DeltaCounts& own, std::uint32_t r) {
-                       if (lane == 0) {
+    for_rows<kind>(
+        emit, warp, lane, [&](std::uint32_t, const auto&, const DeltaCounts& own, std::uint32_t r) {
+            if (lane == 0) {
 #pragma unroll
-                           for (int t = 0; t < kDeltaThresholds; ++t) {
-                               block->starts[warp][r].reached[t] =
-                                   static_cast<std::uint16_t>(running[t]);
-                           }
-                       }
-                       delta_add_row(sum_counts(own), running);
-                   });
+                for (int t = 0; t < kDeltaThresholds; ++t) {
+                    block->starts[warp][r].reached[t] = static_cast<std::uint16_t>(running[t]);
+                }
+            }
+            delta_add_row(sum_counts(own), running);
+        });
     if (lane == 0) {
 #pragma unroll
         for (int t = 0; t < kDeltaThresholds; ++t) block->totals[warp][t] = running[t];
@@ -172,7 +171,7 @@ __global__ __launch_bounds__(kDeltaThreads) void decode_kernel(Launch launch) {
     emit.out = shared.out;
     const bool has_high = parameters.num_thresholds > 2;
     for_rows<kind>(emit, warp, lane,
-                   [&](std::uint32_t at, const Vec16& old, const DeltaCounts& own, std::uint32_t) {
+                   [&](std::uint32_t at, const auto& old, const DeltaCounts& own, std::uint32_t) {
                        DeltaCounts total;
                        emit.find(old, at, own, scan_counts(own, has_high, lane, &total));
                    });

@@ -98,10 +98,11 @@ class PinnedBytes {
     unsigned char* fit(std::size_t bytes, int device) {
         if (bytes <= size_) return ptr_;
         close(device);
+        const std::size_t room = bytes + bytes / 4;  // pinning takes longer than what it is for
         void* memory = nullptr;
-        cuda::check(cudaMallocHost(&memory, bytes), "cudaMallocHost", device);
+        cuda::check(cudaMallocHost(&memory, room), "cudaMallocHost", device);
         ptr_ = static_cast<unsigned char*>(memory);
-        size_ = bytes;
+        size_ = room;
         return ptr_;
     }
     void close(int device) {

@@ -44,14 +44,14 @@ __device__ __forceinline__ void look_at(const DeltaBlockPlace& block, const Delt
                                         DeltaBlockCounts* counts, std::uint32_t warp,
                                         std::uint32_t lane) {
     using Vector = DeltaVector<kind>;
-    constexpr std::uint32_t unroll = 2;
+    constexpr std::uint32_t unroll = 2 / Vector::vectors;
     std::uint32_t running[kDeltaThresholds + 1] = {};
     const std::uint32_t begin = warp * kDeltaWarpElements;
     for (std::uint32_t r = 0; r < Vector::rows; r += unroll) {
         const std::uint32_t start = begin + r * Vector::row_elements;
         if (start >= block.size) break;
-        Vec16 old[unroll];
-        Vec16 current[unroll];
+        typename Vector::Lane old[unroll];
+        typename Vector::Lane current[unroll];
 #pragma unroll
         for (std::uint32_t u = 0; u < unroll; ++u) {
             const std::uint32_t at = start + u * Vector::row_elements + lane * Vector::elements;
@@ -72,7 +72,7 @@ __device__ __forceinline__ void look_at(const DeltaBlockPlace& block, const Delt
                     counts->starts[warp][r + u].reached[t] = static_cast<std::uint16_t>(running[t]);
                 }
             }
-            delta_stage_vector(stage, warp, at, changed, before, running[kDeltaThresholds]);
+            delta_stage_lane(stage, warp, at, changed, before, running[kDeltaThresholds]);
             delta_add_row(total, running);
         }
     }

@@ -321,18 +321,6 @@ WEIGHTSYNC_HD_INLINE std::int32_t delta_exception_of(const DeltaDecodeBlock& blo
     return static_cast<std::int32_t>(of.exceptions_begin + number);
 }
 
-// One element of a block.
-template <DeltaKind kind>
-WEIGHTSYNC_HD_INLINE std::uint32_t delta_element_at(const unsigned char* block, std::uint32_t i) {
-    if constexpr (DeltaElement<kind>::bytes == 4) {
-        return reinterpret_cast<const std::uint32_t*>(block)[i];
-    } else if constexpr (DeltaElement<kind>::bytes == 2) {
-        return reinterpret_cast<const std::uint16_t*>(block)[i];
-    } else {
-        return block[i];
-    }
-}
-
 // Where changes of a span go: `first` of this block.
 struct DeltaDecodeOutput {
     std::uint32_t* positions;
@@ -354,10 +342,10 @@ struct DeltaEmit {
     DeltaCuts cuts;
     DeltaDecodeOutput out;
 
-    // Lists what changed in the vector at element `first` of the block. `own` counts its keys,
+    // Lists what changed in the lane at element `first` of the block. `own` counts its keys,
     // `before` those of the lanes before this one in its row.
-    WEIGHTSYNC_HD_INLINE void find(const Vec16& vector, std::uint32_t first, const DeltaCounts& own,
-                                   const DeltaCounts& before) const {
+    WEIGHTSYNC_HD_INLINE void find(const typename Vector::Lane& lane, std::uint32_t first,
+                                   const DeltaCounts& own, const DeltaCounts& before) const {
         if (first >= place.size) return;
         const std::uint32_t rest = place.size - first;
         const std::uint32_t all =
@@ -379,7 +367,7 @@ struct DeltaEmit {
             const DeltaDecodeClass& of = block->classes[c];
             const std::uint32_t bit = of.map_begin + rank - further_rank;
             const std::uint32_t found = changed_of(of, bit, reach - further);
-            if (found != 0) list(found, bit, first, members(vector, c) & all);
+            if (found != 0) list(found, bit, first, members(lane, c) & all);
             rank = further_rank;
             reach = further;
         }
@@ -410,11 +398,11 @@ struct DeltaEmit {
         return of.numbers.is_inverted ? found ^ all : found;
     }
 
-    WEIGHTSYNC_HD_INLINE std::uint32_t members(const Vec16& vector, int c) const {
+    WEIGHTSYNC_HD_INLINE std::uint32_t members(const typename Vector::Lane& lane, int c) const {
         std::uint32_t mask = ~0u;
-        if (c > 0) mask = Vector::reached_mask(vector, cuts.at[c - 1]);
+        if (c > 0) mask = Vector::reached_mask(lane, cuts.at[c - 1]);
         if (c < kDeltaThresholds && c + 1 < block->num_classes) {
-            mask &= ~Vector::reached_mask(vector, cuts.at[c]);
+            mask &= ~Vector::reached_mask(lane, cuts.at[c]);
         }
         return mask;
     }
