@@ -41,7 +41,8 @@ class Turn(Enum):
     EQUAL = 0
 
 
-_LANES: Final = {Turn.FIRST: 10, Turn.EQUAL: 0}
+#: Streams of a device on which nobody else waits.
+LANES: Final = {Turn.FIRST: 10, Turn.EQUAL: 11}
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,7 +112,7 @@ class DevicePatch:
         if device != CPU:
             index = cuda_index(device)
             with cuda_errors(device):
-                self._stream = stream_of(index, _LANES[turn], turn.value)
+                self._stream = stream_of(index, LANES[turn], turn.value)
                 self._table = native.extension.CudaPatchTable(rows.ctypes.data, len(rows), index)
 
     def run(self, work: Work) -> int:

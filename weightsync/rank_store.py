@@ -73,6 +73,14 @@ class Fetched:
             self.decoded.close()
 
 
+@dataclass(frozen=True, eq=False)
+class _Match:
+    """Where the tensors of a store live here: as in :class:`Fetched`, and by name what is coded as one."""
+
+    parts: dict[str, tuple[TensorMeta, tuple[tuple[int, int], ...]]]
+    lives: dict[str, list[LiveTensor | None]]
+
+
 class RankStore:
     """Of one rank: ``slots`` are its live affine boxes."""
 
@@ -83,6 +91,7 @@ class RankStore:
         self._device, self._threads = device, num_threads
         self._decodes_at = DecodePlace.HOST if device == CPU else decode_place()
         self._buffer = HostBuffer(0, device)
+        self._matches: Kept[tuple[Any, ...], _Match] = Kept(2)
         self._live_digests: Kept[tuple[tuple[str, int], ...], LiveDigests] = Kept(2)
 
     # --- full versions ------------------------------------------------------------------------------
@@ -118,12 +127,14 @@ class RankStore:
         start_s = time.perf_counter()
         chain = open_chain(source)
         opened_s = time.perf_counter()
-        fetched = self._fetched(chain)
+        key = tuple((tensor.meta, tensor.boxes) for tensor in chain.tensors())
+        match = self._matches.get(key, lambda: self._match(chain))
+        fetched = Fetched(match.parts)
         mine: list[tuple[ChainTensor, LiveTensor, str]] = []
         for tensor in chain.tensors():
             name = tensor.meta.name
-            if name in fetched.parts:
-                found, fetched.digests[name] = self._live_parts(tensor, fetched.parts[name][1])
+            if name in match.parts:
+                found, fetched.digests[name] = _live_parts(tensor, match.lives[name])
                 mine += [(part, live, name) for part, live in found]
         synchronize(self._device)
         fetched.seconds["fetch_open"] = opened_s - start_s
@@ -214,11 +225,21 @@ class RankStore:
             self._buffer = HostBuffer(num_bytes + num_bytes // 4, self._device)
         return self._buffer.data[:num_bytes]
 
-    def _live_parts(
+    def _match(self, chain: Chain) -> _Match:
+        """Where what the deltas of a way speak of lives: as :meth:`_fetched`, and raises
+        :class:`ConfigError` where no delta can be applied."""
+        parts = self._fetched(chain).parts
+        lives = {
+            tensor.meta.name: self._lives(tensor, parts[tensor.meta.name][1])
+            for tensor in chain.tensors()
+            if tensor.meta.name in parts
+        }
+        return _Match(parts, lives)
+
+    def _lives(
         self, tensor: ChainTensor, keys: Sequence[tuple[int, int]]
-    ) -> tuple[list[tuple[ChainTensor, LiveTensor]], int]:
-        """What of a tensor is coded as one, where this rank holds it, and what that will add up to in
-        the tensor's digest. Raises :class:`ConfigError` where no delta can be applied."""
+    ) -> list[LiveTensor | None]:
+        """Of what is coded as one, in turn, where this rank holds it; None: of other ranks."""
         name = tensor.meta.name
         if any(key not in self._slots for key in keys):
             raise ConfigError(
@@ -226,27 +247,22 @@ class RankStore:
                 "delta can be applied to it; take full versions"
             )
         spots = [self._slots[key] for key in keys]
-        found: list[tuple[ChainTensor, LiveTensor]] = []
-        shares = tensor.shares or (tensor.digest or 0,)
-        total = 0
-        for (box, part), share in zip(tensor.parts(), shares, strict=True):
+        found: list[LiveTensor | None] = []
+        for box, part in tensor.parts():
             live = live_part(part.meta, box, spots, self._device)
-            if not live.spots:
-                continue  # of other ranks, or nothing at all
-            if not live.is_whole:
+            if live.spots and not live.is_whole:
                 raise ConfigError(
                     f"{name!r} is cut over ranks of this engine, and a delta needs all old values of "
                     f"{_what_is_coded(tensor)}; take full versions, or let the trainer publish pieces "
                     "that the ranks hold whole (option cut)"
                 )
-            if self._device != CPU and not live.is_dense:
+            if live.spots and self._device != CPU and not live.is_dense:
                 raise ConfigError(
                     f"{part.meta.name!r} is not dense in the memory of {self._device}; take full "
                     "versions"
                 )
-            found.append((part, live))
-            total += share
-        return found, total % (1 << 64)
+            found.append(live if live.spots else None)
+        return found
 
     def _on_each(self, items: Sequence[T], act: Callable[[T], R]) -> Iterator[R]:
         if self._threads <= 1 or len(items) <= 1:
@@ -403,6 +419,21 @@ def _all(pool: ThreadPoolExecutor, act: Callable[[Write], None], writes: Sequenc
     for error in errors:
         if error is not None:
             raise error
+
+
+def _live_parts(
+    tensor: ChainTensor, lives: Sequence[LiveTensor | None]
+) -> tuple[list[tuple[ChainTensor, LiveTensor]], int]:
+    """What of a tensor is coded as one and where it lives, and what that will add up to in the tensor's
+    digest."""
+    shares = tensor.shares or (tensor.digest or 0,)
+    found = [
+        (part, live, share)
+        for (_, part), share, live in zip(tensor.parts(), shares, lives, strict=True)
+        if live is not None  # of other ranks, or nothing at all
+    ]
+    total = sum(share for _, _, share in found)
+    return [(part, live) for part, live, _ in found], total % (1 << 64)
 
 
 def _what_is_coded(tensor: ChainTensor) -> str:

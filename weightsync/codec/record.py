@@ -85,7 +85,9 @@ def record_bytes(header: bytes) -> tuple[int, int]:
 def record_at(data: Bytes, at: int) -> tuple[int, int]:
     """The same of a record that begins at byte ``at`` of ``data``."""
     if data.size - at < HEADER_BYTES:
-        raise IntegrityError(f"a record's header of {data.size - at} bytes, expected {HEADER_BYTES}")
+        raise IntegrityError(
+            f"a record's header of {data.size - at} bytes, expected {HEADER_BYTES}"
+        )
     fields = _HEADER.unpack_from(data.data, at)
     return _lengths(Header._make(fields)), fields[5]
 

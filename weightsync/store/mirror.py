@@ -14,7 +14,7 @@ from weightsync.codec import encode_span, tensor_digest
 from weightsync.codec.device_encode import DeviceSpans, SpanEncoder
 from weightsync.codec.spans import Bytes, Digests, span_digests, spans_of
 from weightsync.device_delta import LiveDelta, LiveDigests, decode_there
-from weightsync.device_patch import DevicePatch, Turn
+from weightsync.device_patch import LANES, DevicePatch, Turn
 from weightsync.device_tables import private_memory, read_bytes, segment_copy
 from weightsync.native_delta import Place
 from weightsync.store.weights import DeviceWeight
@@ -159,7 +159,8 @@ class Mirror:
             for name in changed
         ]
         olds = [former[name] for name in changed]
-        found = decode_there(deltas, olds, self.device, num_threads=num_threads)
+        lane = LANES[Turn.EQUAL]
+        found = decode_there(deltas, olds, self.device, num_threads=num_threads, lane=lane)
         try:
             writes = [write for of in found.writes for write in of]
             patch = DevicePatch(writes, self.device, Turn.EQUAL)
