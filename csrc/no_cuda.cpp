@@ -64,7 +64,8 @@ void CudaPatchTable::close() {}
 struct CudaDeltaEncoder::State {};
 CudaDeltaEncoder::CudaDeltaEncoder(int device) { fail("CudaDeltaEncoder", device); }
 CudaDeltaEncoder::~CudaDeltaEncoder() = default;
-void CudaDeltaEncoder::run(DeltaBatch*, const std::uint64_t*, std::uintptr_t, int) {}
+void CudaDeltaEncoder::run(DeltaBatch*, const std::uint64_t*, std::uintptr_t, std::uintptr_t, int) {
+}
 std::vector<double> CudaDeltaEncoder::seconds() const { return {}; }
 void CudaDeltaEncoder::close() {}
 

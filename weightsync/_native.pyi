@@ -114,7 +114,13 @@ class DeltaDecoder:
 class DeltaEncoder:
     def __init__(self, device: int, capacity: int = 288) -> None: ...
     def run(
-        self, rows_ptr: int, num_rows: int, digests_ptr: int, stream: int, num_threads: int
+        self,
+        rows_ptr: int,
+        num_rows: int,
+        digests_ptr: int,
+        stream: int,
+        sample_stream: int,
+        num_threads: int,
     ) -> int: ...
     def outcomes(self, out_ptr: int) -> None: ...
     def write(self, payload_ptr: int, digests_ptr: int, num_threads: int) -> None: ...

@@ -407,12 +407,12 @@ CudaDeltaEncoder::CudaDeltaEncoder(int device) : state_(new State{}) {
 CudaDeltaEncoder::~CudaDeltaEncoder() = default;
 
 void CudaDeltaEncoder::run(DeltaBatch* batch, const std::uint64_t* digests, std::uintptr_t stream,
-                           int num_threads) {
+                           std::uintptr_t sample_stream, int num_threads) {
     State& s = *state_;
     s.seconds.assign(4, 0);
     if (batch->rows.empty()) return;
     const cuda::DeviceScope scope(s.device);
-    s.stream = cuda::as_stream(stream);
+    s.stream = cuda::as_stream(sample_stream);
     double start_s = now_s();
     const auto lap = [&](std::size_t part) {
         const double end_s = now_s();
@@ -430,6 +430,7 @@ void CudaDeltaEncoder::run(DeltaBatch* batch, const std::uint64_t* digests, std:
                        reinterpret_cast<DeltaSampleCounts*>(s.pinned_samples.fit(0, s.device)),
                        num_threads);
     lap(1);
+    s.stream = cuda::as_stream(stream);  // what was uploaded is there: the sample was waited for
     launch.parameters = s.upload(&s.parameters, batch->parameters);
     launch.results = fit(&s.results, blocks, s.device);
     launch.arena_used = fit(&s.arena_used, 1, s.device);

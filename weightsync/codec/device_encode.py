@@ -43,17 +43,17 @@ class Outcome(Enum):
 
 
 _OUTCOMES = tuple(Outcome)
-#: Streams of the device that the cores run on: not lane 0, where others work.
-_LANES: Final = (8, 9)
+#: Streams of the device that each core runs on, and samples: not lane 0, where others work.
+_LANES: Final = ((8, 12), (9, 13))
 _PARTS: Final = ("sample_s", "choice_s", "blocks_s", "copy_s")
 
 
 @dataclass(eq=False)
 class _Core:
-    """One native encoder, its stream, and where the time of its last chunk went."""
+    """One native encoder, its streams, and where the time of its last chunk went."""
 
     native: Any
-    stream: int
+    streams: tuple[int, int]
     seconds: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -84,9 +84,9 @@ class SpanEncoder:
             self._cores = [
                 _Core(
                     native.extension.DeltaEncoder(index, capacity),
-                    0 if device == CPU else stream_of(index, lane),
+                    (0, 0) if device == CPU else (stream_of(index, a), stream_of(index, b, -1)),
                 )
-                for lane in _LANES
+                for a, b in _LANES
             ]
         self._places: Sequence[Place] | None = None
         self._table: npt.NDArray[np.uint64] = np.empty((0, 7), dtype=np.uint64)
@@ -144,7 +144,7 @@ class SpanEncoder:
     ) -> list[tuple[Outcome, memoryview | None]]:
         start_s = time.perf_counter()
         num_bytes = core.native.run(
-            rows.ctypes.data, len(rows), digests.ctypes.data, core.stream, num_threads
+            rows.ctypes.data, len(rows), digests.ctypes.data, *core.streams, num_threads
         )
         ran_s = time.perf_counter()
         payload = self._spare[number] if number < len(self._spare) else self.payload[number]
