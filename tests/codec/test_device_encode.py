@@ -127,8 +127,15 @@ def test_what_the_host_must_code(device: str) -> None:
     assert check("bfloat16", old, half, device) == [Outcome.DENSE_SPAN]
 
 
-def test_a_step_of_adam_in_exponents(device: str) -> None:
-    assert check("bfloat16", *adam_step(), device) == [Outcome.CODED]
+@pytest.mark.parametrize("octaves", [0, 10, 60])
+def test_a_step_of_adam_in_exponents(octaves: int, device: str) -> None:
+    old, new = adam_step(octaves)
+    assert check("bfloat16", old, new, device) == [Outcome.CODED]
+    meta = meta_of(flat(old), "bfloat16")
+    ((_, record),) = encode_tensor(meta, flat(old), flat(new), block_digests(meta, flat(old)))
+    reached = [threshold >= 128 for threshold in record[64 : 64 + record[6]]]
+    assert len(reached) >= 2
+    assert (any(reached), all(reached)) == (octaves > 0, octaves == 60)
 
 
 def test_addresses_are_checked(device: str) -> None:
