@@ -106,35 +106,17 @@ struct DeltaVector {
     // Top bits of a word to one bit an element, in order.
     WEIGHTSYNC_HD_INLINE static std::uint32_t gathered(std::uint32_t tops) {
         if constexpr (Element::bytes == 4) return tops >> 31;
-        if constexpr (Element::bytes == 2) return (tops >> 15 & 1u) | (tops >> 30 & 2u);
         return (tops >> 7 & 1u) | (tops >> 14 & 2u) | (tops >> 21 & 4u) | (tops >> 28 & 8u);
     }
     WEIGHTSYNC_HD_INLINE static std::uint32_t reached_mask(const Lane& lane, std::uint32_t cut) {
-        std::uint32_t mask = 0;
-        WEIGHTSYNC_UNROLL
-        for (std::uint32_t v = 0; v < vectors; ++v) {
-            WEIGHTSYNC_UNROLL
-            for (std::uint32_t w = 0; w < 4; ++w) {
-                mask |= gathered(reached(lane.v[v].w[w], cut)) << shift_of(v, w);
-            }
-        }
-        return mask;
+        return mask_of(
+            [&](std::uint32_t v, std::uint32_t w) { return reached(lane.v[v].w[w], cut); });
     }
     WEIGHTSYNC_HD_INLINE static std::uint32_t changed_mask(const Lane& old, const Lane& current) {
-        std::uint32_t mask = 0;
-        WEIGHTSYNC_UNROLL
-        for (std::uint32_t v = 0; v < vectors; ++v) {
-            std::uint32_t x[4];
-            WEIGHTSYNC_UNROLL
-            for (int w = 0; w < 4; ++w) x[w] = old.v[v].w[w] ^ current.v[v].w[w];
-            if ((x[0] | x[1] | x[2] | x[3]) == 0) continue;
-            WEIGHTSYNC_UNROLL
-            for (std::uint32_t w = 0; w < 4; ++w) {
-                const std::uint32_t tops = (((x[w] & ~guard) + ~guard) | x[w]) & guard;
-                mask |= gathered(tops) << shift_of(v, w);
-            }
-        }
-        return mask;
+        return mask_of([&](std::uint32_t v, std::uint32_t w) {
+            const std::uint32_t x = old.v[v].w[w] ^ current.v[v].w[w];
+            return (((x & ~guard) + ~guard) | x) & guard;
+        });
     }
     // What a lane has at element `first` of a block of `size`; what lies behind the end is zero, in
     // both versions, and no key of zero reaches a threshold.
@@ -149,9 +131,28 @@ struct DeltaVector {
     }
 
   private:
-    // Of the elements of a word in a mask.
-    WEIGHTSYNC_HD_INLINE static std::uint32_t shift_of(std::uint32_t v, std::uint32_t w) {
-        return v * vector_elements + w * 4 / Element::bytes;
+    // One bit an element, in order, from the top bits of the elements of each word.
+    template <typename Tops>
+    WEIGHTSYNC_HD_INLINE static std::uint32_t mask_of(const Tops& tops) {
+        std::uint32_t mask = 0;
+        WEIGHTSYNC_UNROLL
+        for (std::uint32_t v = 0; v < vectors; ++v) {
+            WEIGHTSYNC_UNROLL
+            for (std::uint32_t w = 0; w < 4; ++w) {
+                if constexpr (Element::bytes == 2) {
+                    mask = mask >> 1 | tops(v, w);
+                } else {
+                    mask |= gathered(tops(v, w)) << (v * vector_elements + w * 4 / Element::bytes);
+                }
+            }
+        }
+        if constexpr (Element::bytes != 2) return mask;
+        // The words' lower elements are in byte 1, in order, and their upper ones in byte 3.
+        std::uint32_t pairs = (mask >> 8 & 0xFFu) | (mask >> 24 << 16);
+        pairs = (pairs | pairs << 4) & 0x0F0F0F0Fu;
+        pairs = (pairs | pairs << 2) & 0x33333333u;
+        pairs = (pairs | pairs << 1) & 0x55555555u;
+        return (pairs | pairs >> 15) & 0xFFFFu;
     }
     WEIGHTSYNC_HD_INLINE static Vec16 read_vector(const unsigned char* block, std::uint32_t first,
                                                   std::uint32_t size) {
