@@ -91,6 +91,7 @@ class RankStore:
         self._device, self._threads = device, num_threads
         self._decodes_at = DecodePlace.HOST if device == CPU else decode_place()
         self._buffer = HostBuffer(0, device)
+        self._tables: Kept[tuple[Any, ...], DigestTable] = Kept(2)
         self._matches: Kept[tuple[Any, ...], _Match] = Kept(2)
         self._live_digests: Kept[tuple[tuple[str, int], ...], LiveDigests] = Kept(2)
 
@@ -320,6 +321,12 @@ class RankStore:
                         DigestPart(meta, spot.box, spot.ptr, spot.strides_bytes, spot.dtype)
                     )
         return DigestTable(parts, self._device)
+
+    def live_table(self, fetched: Fetched, names: Sequence[str] | None) -> DigestTable:
+        """The same of what lives; kept, as the next delta mostly touches the same tensors."""
+        wanted = tuple(fetched.parts if names is None else names)
+        key = tuple((name, fetched.parts[name][0]) for name in wanted)
+        return self._tables.get(key, lambda: self.digest_table(fetched, self._slots, wanted))
 
     def compare(self, fetched: Fetched, found: Mapping[str, int], what: str) -> None:
         """Digests by the store's names against those expected."""

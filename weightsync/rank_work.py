@@ -242,8 +242,7 @@ class RankWork:
                 self._store.check(opened.fetched, landed, "what landed")
         if opened.is_read_back and not opened.is_in_place:
             touched = None if opened.delta is None else opened.fetched.touched
-            table = self._store.digest_table(opened.fetched, self._slots, touched)
-            opened.fetched.read_back = table
+            opened.fetched.read_back = self._store.live_table(opened.fetched, touched)
         self._adapter.prepare()
         self._hooks.on_prepare(opened.spec)
         reach("engine.prepared")
