@@ -37,10 +37,11 @@ from weightsync.kept import Kept
 from weightsync.layout import Layout
 from weightsync.manifest import Manifest
 from weightsync.plan import RefitPlan
+from weightsync.rank_apply import DeltaApply
 from weightsync.rank_digests import RankDigests
 from weightsync.rank_moves import RankMoves
 from weightsync.rank_session import OpenSession, ReceiverHooks, SessionStats, Staging
-from weightsync.rank_store import DeltaApply, RankStore
+from weightsync.rank_store import RankStore
 from weightsync.session import Job, JobDone, SessionSpec, StartJob, Version
 from weightsync.transports.base import TargetEndpoint
 from weightsync.types import PauseMode, Placement, RegionAddress, TensorMeta, VerifyMode
