@@ -3,7 +3,8 @@
 First the check: attention of a few sequences against torch's in fp32. Then times, by events around a
 row of launches: the median of several. Decoding attention is set against the bandwidth at which the
 same run reads 4 GiB (bytes of K and V over time); prefill against the rate of a large bf16 product
-(4 x head_dim x heads x pairs of tokens); row kernels by bytes read and written.
+(4 x head_dim x heads x pairs of tokens); row kernels by bytes read and written; experts, ours and
+torch's, by the bytes of those that are hit, or by operations, and the layer around them by both.
 
     python benchmarks/core_kernels_cuda.py [--only WORD] [--rounds N] [--sweep] [--json FILE]
 """
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from bench_parts.command import command_line, has_gpus, write_figures
+from bench_parts.cuda_experts import Experts
 from torch import Tensor
 
 from engine_adapter.core.attention import FusedHeads
@@ -27,6 +29,7 @@ from engine_adapter.core.cuda_products import prepare_cublas
 from engine_adapter.core.cuda_rows import cuda_add_norm, cuda_gated
 from engine_adapter.core.cuda_sampling import SampleInputs, sample_on_cuda
 from engine_adapter.core.kv_cache import KvCache, KvShape
+from engine_adapter.core.moe import CudaExpertsMlp, GroupedExpertsMlp
 from weightsync import native_cuda_core
 
 DEVICE = torch.device("cuda:0")
@@ -251,9 +254,35 @@ def time_rows(rate: float, rounds: int) -> list[dict[str, Any]]:
     return found
 
 
+def time_experts(read: float, product: float, rounds: int) -> list[dict[str, Any]]:
+    experts = Experts(DEVICE)
+    found = []
+    for batch in (1, 8, 32, 64, 256, 8192):
+        picks = [experts.picks(batch) for _ in range(LAUNCHES)]
+        hits = [float((p.offsets.diff(prepend=p.offsets[:1] * 0) > 0).sum()) for p in picks]
+        cases = experts.products(batch, picks)
+        states = torch.randn(batch, experts.hidden, device=DEVICE).bfloat16()
+        for name, kind in (("ours", CudaExpertsMlp), ("torch", GroupedExpertsMlp)):
+            layer = experts.layer(kind)
+            cases[f"layer: {name}"] = (experts.gate_up, partial(layer.forward, states))
+        for name, (weights, action) in cases.items():
+            share_hit = statistics.mean(hits) / experts.num_experts
+            num_weights = weights.numel() * (1.5 if name.startswith("layer") else 1)
+            num_bytes = num_weights * 2 * share_hit
+            flops = 2 * batch * experts.top_k * num_weights / experts.num_experts
+            taken = graph_seconds(action, rounds) if batch < 8192 else seconds(action, rounds, 2)
+            share = max(num_bytes / read, flops / product) / taken
+            found.append({"case": name, "batch": batch, "s": taken, "share": share})
+            print(
+                f"experts  {batch:5} {name:16} {taken * 1e6:8.1f} us {num_bytes / taken / 1e12:5.2f} "
+                f"TB/s {flops / taken / 1e12:5.0f} TFLOP/s {share:6.1%} of what bounds it"
+            )
+    return found
+
+
 def main() -> None:
     parser = command_line(__doc__, "two rounds: does it run?")
-    parser.add_argument("--only", default="", help="decode, prefill or rows")
+    parser.add_argument("--only", default="", help="decode, prefill, rows or experts")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--sweep", action="store_true", help="all launch shapes of decoding")
     options = parser.parse_args()
@@ -270,6 +299,7 @@ def main() -> None:
         "decode": lambda: time_decodes(reading, options.rounds, options.sweep),
         "prefill": lambda: time_prefills(product, options.rounds),
         "rows": lambda: time_rows(reading, options.rounds),
+        "experts": lambda: time_experts(reading, product, options.rounds),
     }
     for name, part in parts.items():
         if options.only in ("", name):

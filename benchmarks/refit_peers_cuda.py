@@ -12,7 +12,7 @@ its first step to the engine's last acknowledgement. The peers are our own writi
 They verify nothing; ours are whole transactions, digests included. Everything is checked before it is timed;
 rounds are interleaved; the floor is one device copy of as many bytes, taken in every round.
 
-    python benchmarks/refit_peers_cuda.py [--tiny] [--rounds N] [--model NAME ...] [--json FILE]
+    python benchmarks/refit_peers_cuda.py [--tiny] [--rounds N] [--model NAME ...] [--only ours] [--json FILE]
 """
 
 from __future__ import annotations
@@ -255,10 +255,10 @@ class Trainer:
 
 
 def measure(
-    trainer: Trainer, rounds: int
+    trainer: Trainer, rounds: int, only: str = ""
 ) -> tuple[dict[str, list[float]], dict[str, dict[str, float]]]:
-    """Seconds of every way, and the median phases of ours."""
-    ways = trainer.ways()
+    """Seconds of every way whose name begins with ``only``, and the median phases of ours."""
+    ways = {name: way for name, way in trainer.ways().items() if name.startswith(only)}
     for version, (name, way) in enumerate(ways.items()):
         trainer.check(name, way, version)
         trainer.tidy()
@@ -287,7 +287,7 @@ def measure(
     return seconds, medians
 
 
-def run(model: str, device: str, rounds: int) -> dict[str, Any]:
+def run(model: str, device: str, rounds: int, only: str = "") -> dict[str, Any]:
     context = torch.multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     engine = context.Process(target=engine_main, args=(theirs, model, device), daemon=True)
@@ -295,7 +295,7 @@ def run(model: str, device: str, rounds: int) -> dict[str, Any]:
     theirs.close()
     with ExitStack() as stack:
         trainer = Trainer(model, device, ours, stack)
-        seconds, phases = measure(trainer, rounds)
+        seconds, phases = measure(trainer, rounds, only)
     ours.send("stop")
     engine.join(timeout=60)
     return {
@@ -332,6 +332,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="small and quick, for a smoke test")
     parser.add_argument("--model", nargs="+", default=None, help="shapes of presets")
     parser.add_argument("--rounds", type=int, default=None, help="default 5")
+    parser.add_argument("--only", choices=("ours",), default="", help="leave the peers out")
     parser.add_argument("--json", type=Path, default=None)
     parser.add_argument(
         "--device", default="cuda:0", help="cpu tries the program where there is no GPU"
@@ -345,7 +346,7 @@ def main() -> None:
     models = args.model or (["tiny"] if args.tiny else ["qwen3-0.6b", "qwen3-8b", "qwen3-30b-a3b"])
     results = []
     for model in models:
-        results.append(run(model, device, args.rounds or (2 if args.tiny else 5)))
+        results.append(run(model, device, args.rounds or (2 if args.tiny else 5), args.only))
         report(results[-1])
     if args.json is not None:
         args.json.write_text(

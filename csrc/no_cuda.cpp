@@ -9,6 +9,7 @@
 #include "weightsync/delta_decode_batch.hpp"
 #include "weightsync/delta_patch.hpp"
 #include "weightsync/device.hpp"
+#include "weightsync/expert_rows.hpp"
 #include "weightsync/peer_sum.hpp"
 
 namespace weightsync {
@@ -77,7 +78,9 @@ std::vector<double> CudaDeltaDecoder::seconds() const { return {}; }
 void CudaDeltaDecoder::close() {}
 
 ArenaRange cuda_arena_reserve(std::uint64_t, int device) { fail("cuda_arena_reserve", device); }
-void cuda_arena_map(std::uint64_t, std::uint64_t, int device) { fail("cuda_arena_map", device); }
+void cuda_arena_map(std::uint64_t, const std::vector<std::uint64_t>&, int device) {
+    fail("cuda_arena_map", device);
+}
 void cuda_arena_unmap(std::uint64_t, int device) { fail("cuda_arena_unmap", device); }
 void cuda_arena_free(std::uint64_t, int device) { fail("cuda_arena_free", device); }
 void cuda_pool_own(std::uint64_t) {}
@@ -140,6 +143,18 @@ void cuda_add_norm_rows(const AddedRows&, std::uintptr_t, int device) {
 }
 void cuda_gate_rows(const GatedRows&, std::uintptr_t, int device) {
     fail("cuda_gate_rows", device);
+}
+void cuda_grouped_product(const GroupedProduct&, std::uintptr_t, int device) {
+    fail("cuda_grouped_product", device);
+}
+void cuda_route_rows(const RoutedRows&, std::uintptr_t, int device) {
+    fail("cuda_route_rows", device);
+}
+void cuda_sort_picks(const SortedPicks&, std::uintptr_t, int device) {
+    fail("cuda_sort_picks", device);
+}
+void cuda_combine_rows(const CombinedRows&, std::uintptr_t, int device) {
+    fail("cuda_combine_rows", device);
 }
 void cuda_peer_sum(const PeerSum&, std::uintptr_t, int device) { fail("cuda_peer_sum", device); }
 void cuda_place_heads(const HeadRows&, std::uintptr_t, int device) {

@@ -694,3 +694,36 @@ def test_caches_are_dropped_with_the_old_weights(placement: str) -> None:
         with Sender.connect([receiver.url], **options) as keeping:
             refit(keeping, 1, weights(2))
         assert flushes == [1], "a pause in place keeps what requests have computed"
+
+
+def test_what_was_quick_is_done_by_the_thread_that_was_asked(monkeypatch: Any) -> None:
+    """Only over HTTP, and never the first time; what lasted has a thread of its own the next time."""
+    seen: list[tuple[str, str]] = []
+    hooks = ReceiverHooks(
+        on_begin=lambda spec: seen.append(("begin", threading.current_thread().name)),
+        on_commit=lambda spec: seen.append(("commit", threading.current_thread().name)),
+    )
+    limit_s = LIMIT_S
+    monkeypatch.setattr("weightsync.receiver._SHORT_S", limit_s)
+    with Receiver(engine_of(1), hooks=hooks) as receiver:
+        with Sender.connect([receiver.url], **OPTIONS) as sender:
+            refit(sender, 1, weights(1))
+            assert {name for _, name in seen} == {"weightsync-jobs"}, "nothing is known of them yet"
+            refit(sender, 2, weights(2))
+            assert {stage for stage, name in seen[2:] if name != "weightsync-jobs"} == {
+                "begin",
+                "commit",
+            }
+            monkeypatch.setattr("weightsync.receiver._SHORT_S", 0.0)
+            refit(sender, 3, weights(3))
+            assert {name for _, name in seen[4:]} == {"weightsync-jobs"}, (
+                "all of it lasted too long"
+            )
+        monkeypatch.setattr("weightsync.receiver._SHORT_S", limit_s)
+        with Sender.connect([receiver], run_id="other", **OPTIONS) as sender:
+            refit(sender, 4, weights(4))
+            refit(sender, 5, weights(5))
+        assert {name for _, name in seen[6:]} == {"weightsync-jobs"}, (
+            "a trainer's thread is not ours"
+        )
+    assert len(seen) == 10

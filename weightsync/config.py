@@ -72,3 +72,20 @@ def decode_place() -> DecodePlace:
     except ValueError as error:
         known = ", ".join(place.value for place in DecodePlace)
         raise ConfigError(f"WEIGHTSYNC_DECODE={name!r}; known: {known}") from error
+
+
+class ExpertProducts(Enum):
+    """Who multiplies experts on a GPU."""
+
+    OWN = "own"  # our kernels, with what is around the products
+    TORCH = "torch"
+
+
+def expert_products() -> ExpertProducts:
+    """``$WEIGHTSYNC_EXPERTS``: ``own`` (default) or ``torch``."""
+    name = os.environ.get("WEIGHTSYNC_EXPERTS") or ExpertProducts.OWN.value
+    try:
+        return ExpertProducts(name)
+    except ValueError as error:
+        known = ", ".join(way.value for way in ExpertProducts)
+        raise ConfigError(f"WEIGHTSYNC_EXPERTS={name!r}; known: {known}") from error

@@ -48,3 +48,15 @@ def gumbel_noise(seed: int, position: int, vocab_size: int) -> npt.NDArray[np.fl
     noise = np.empty(vocab_size, dtype=np.float32)
     native.extension.fill_gumbel_noise(seed, position, vocab_size, noise.ctypes.data)
     return noise
+
+
+def gumbel_of_bits(
+    bits: npt.NDArray[np.uint32],
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    """Of each of these random bits the noise that they make, and the numbers below and above it that
+    the device compares first."""
+    bits = np.ascontiguousarray(bits)
+    noise, low, high = (np.empty(bits.size, dtype=np.float32) for _ in range(3))
+    pointers = (noise.ctypes.data, low.ctypes.data, high.ctypes.data)
+    native.extension.gumbel_of_each(bits.ctypes.data, bits.size, *pointers)
+    return noise, low, high

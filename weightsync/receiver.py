@@ -14,15 +14,15 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import os
-import queue
 import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeout
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +33,7 @@ from weightsync.deadline import Deadline
 from weightsync.engine import EngineAdapter
 from weightsync.errors import BusyError, ConfigError, EpochError, IntegrityError, PeerLostError
 from weightsync.followers import Followers, Uplink
+from weightsync.job_lane import JobLane
 from weightsync.machines import Hands, Machines
 from weightsync.messages import (
     AttachRequest,
@@ -73,8 +74,12 @@ _TICK_S = 0.1
 _CLOSING_TICK_S = 0.005
 #: How long closing waits for an open session to end, and then for work on bytes.
 _CLOSE_LIMIT_S = 10.0
+#: What lasted no longer the last time is done by the thread that was asked for it.
+_SHORT_S = 0.1
 #: Beyond its own wait, how long a rank's answer to its leader may take.
 _GRACE_S = 1.0
+
+Ask = Callable[[Request, float], Mapping[str, Any]]
 
 
 class JobsBy(Enum):
@@ -120,7 +125,7 @@ class Receiver:
         self._listen, self._token = listen, token if token is not None else config.control_token()
         self._join_timeout_s = join_timeout_s
         self._epoch = secrets.token_hex(8)
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._jobs = JobLane()
         self._machines = Machines(rank, world_size, self._epoch, self._hands())
         self._followers: Followers | None = None
         self._uplink: Uplink | None = None
@@ -134,6 +139,7 @@ class Receiver:
         self._is_started = False
         self._closed = False
         self._jobs_by = JobsBy.THREAD
+        self._took_s: dict[type[Request], float] = {}  # the last request of each kind
         if world_size == 1:
             self._make_work(self._own_layout)
 
@@ -186,7 +192,7 @@ class Receiver:
             self._machines.start()
             self._is_started = True  # a trainer that waits may ask before the threads run
             if self._meeting.rank == 0:
-                self._server = ControlServer(self._listen, self.handle, self._token)
+                self._server = ControlServer(self._listen, self._serve, self._token)
         except BaseException:
             self._is_started = False
             self._part()
@@ -227,16 +233,9 @@ class Receiver:
         if not self._threads:
             self.start(JobsBy.POLL)
         num_jobs = 0
-        while True:
-            try:
-                job = (
-                    self._jobs.get(timeout=timeout_s) if timeout_s > 0 else self._jobs.get_nowait()
-                )
-            except queue.Empty:
-                return num_jobs
-            if job is not None:
-                job()
-                num_jobs += 1
+        while self._jobs.run_next(max(0.0, timeout_s)):
+            num_jobs += 1
+        return num_jobs
 
     def close(self) -> None:
         """Stop serving and release everything; an open session ends as its trainer's loss.
@@ -251,7 +250,9 @@ class Receiver:
         self._closing.set()
         for thread in self._threads:  # the session thread first: it may need the other one yet
             self._join(thread)
-            self._jobs.put(None)
+            self._jobs.end()
+        if self._threads:
+            self._jobs.wait_until_free(_CLOSE_LIMIT_S)
         for future in list(self._answers.values()):
             with suppress(InvalidStateError):
                 future.set_exception(PeerLostError("the receiver of this engine was closed"))
@@ -334,6 +335,13 @@ class Receiver:
 
     def handle(self, request: Request) -> Mapping[str, Any]:
         """Answer one control request; raises what the caller should see."""
+        return self._handle(request, self._ask)
+
+    def _serve(self, request: Request) -> Mapping[str, Any]:
+        """The same for a trainer elsewhere, whose thread here has nothing to do but wait."""
+        return self._handle(request, self._ask_lending)
+
+    def _handle(self, request: Request, ask: Ask) -> Mapping[str, Any]:
         if self._closed:
             raise PeerLostError("the receiver of this engine was closed")
         if not self._is_started:
@@ -351,32 +359,54 @@ class Receiver:
             case DigestRequest():
                 return self._digest(request)
             case ConnectRequest():
-                answer = self._ask(request, 10.0)
+                answer = ask(request, 10.0)
                 if "epoch" not in answer:
                     raise BusyError("the engine did not answer within 10 s; try again")
                 return {**answer, **self._description()}
             case _:
-                answer = self._ask(request, request.wait_s)
+                answer = ask(request, request.wait_s)
                 if isinstance(request, CommitRequest) and "outcome" in answer:
                     return {**answer, "stats": self._stats()}
                 return answer
 
-    def _ask(self, request: Request, wait_s: float) -> Mapping[str, Any]:
+    def _ask(
+        self,
+        request: Request,
+        wait_s: float,
+        around: AbstractContextManager[None] | None = None,
+    ) -> Mapping[str, Any]:
         """Put a request to the leader and wait for its answer, or say that it is pending."""
         world_size = self._meeting.world_size
-        return self.ask(lambda number: event_of(request, number, world_size), wait_s)
+        return self.ask(lambda number: event_of(request, number, world_size), wait_s, around)
+
+    def _ask_lending(self, request: Request, wait_s: float) -> Mapping[str, Any]:
+        """The same; where the last of its kind was short, this thread does the work. Meanwhile it cannot
+        say that something is pending, but a caller who hears nothing for long asks again."""
+        start_s = time.monotonic()
+        is_short = self._took_s.get(type(request), math.inf) < _SHORT_S
+        lending = is_short and self._jobs_by is JobsBy.THREAD
+        try:
+            return self._ask(request, wait_s, self._jobs.lending() if lending else nullcontext())
+        finally:
+            self._took_s[type(request)] = time.monotonic() - start_s
 
     def ask(
-        self, event_of_number: Callable[[int], LeaderEvent], wait_s: float
+        self,
+        event_of_number: Callable[[int], LeaderEvent],
+        wait_s: float,
+        around: AbstractContextManager[None] | None = None,
     ) -> Mapping[str, Any]:
-        """The same with an event of this process's own: what a store's follower does on rank 0."""
+        """The same with an event of this process's own: what a store's follower does on rank 0.
+        ``around`` is entered to tell the machines of it."""
         number = next(self._numbers)
         event = event_of_number(number)
         future: Future[Mapping[str, Any]] = Future()
         self._answers[number] = future
+        until_s = time.monotonic() + min(max(0.0, wait_s), MAX_WAIT_S)
         try:
-            self._machines.feed(event)
-            return future.result(timeout=min(max(0.0, wait_s), MAX_WAIT_S))
+            with around or nullcontext():
+                self._machines.feed(event)
+            return future.result(timeout=max(0.0, until_s - time.monotonic()))
         except FutureTimeout:
             if future.done() and future.exception() is not None:
                 raise  # a deadline of the session's
@@ -568,8 +598,8 @@ class Receiver:
     # --- job thread -----------------------------------------------------------------------------------
 
     def _job_loop(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job()
+        while self._jobs.run_next(None):
+            pass
 
 
 __all__ = ["JobsBy", "Receiver", "ReceiverHooks"]

@@ -32,6 +32,7 @@ void bind_delta(pybind11::module_& module);
 void bind_cuda(pybind11::module_& module);
 void bind_cuda_memory(pybind11::module_& module);
 void bind_cuda_core(pybind11::module_& module);
+void bind_experts(pybind11::module_& module);
 
 // Addresses cross the border as plain integers; 0 is null.
 template <typename T>

@@ -70,7 +70,7 @@ void bind_cuda_memory(py::module_& module) {
             return py::make_tuple(range.base, range.num_bytes);
         },
         py::arg("num_bytes"), py::arg("device"));
-    module.def("cuda_arena_map", &cuda_arena_map, py::arg("base"), py::arg("piece_bytes"),
+    module.def("cuda_arena_map", &cuda_arena_map, py::arg("base"), py::arg("piece_ends"),
                py::arg("device"), released());
     module.def("cuda_arena_unmap", &cuda_arena_unmap, py::arg("base"), py::arg("device"),
                released());

@@ -31,4 +31,5 @@ PYBIND11_MODULE(_native, module) {
     weightsync::bindings::bind_cuda(module);
     weightsync::bindings::bind_cuda_memory(module);
     weightsync::bindings::bind_cuda_core(module);
+    weightsync::bindings::bind_experts(module);
 }

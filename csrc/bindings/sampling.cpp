@@ -35,6 +35,16 @@ void bind_sampling(py::module_& module) {
             fill_gumbel_noise(seed, position, vocab_size, pointer<float>(noise_ptr));
         },
         py::arg("seed"), py::arg("position"), py::arg("vocab_size"), py::arg("noise_ptr"));
+    module.def(
+        "gumbel_of_each",
+        [](std::uintptr_t bits_ptr, std::int64_t count, std::uintptr_t noise_ptr,
+           std::uintptr_t low_ptr, std::uintptr_t high_ptr) {
+            const py::gil_scoped_release released;
+            gumbel_of_each(pointer<const std::uint32_t>(bits_ptr), count, pointer<float>(noise_ptr),
+                           pointer<float>(low_ptr), pointer<float>(high_ptr));
+        },
+        py::arg("bits_ptr"), py::arg("count"), py::arg("noise_ptr"), py::arg("low_ptr"),
+        py::arg("high_ptr"));
 }
 
 }  // namespace weightsync::bindings

@@ -89,4 +89,14 @@ void fill_gumbel_noise(std::uint64_t seed, std::int64_t position, std::int64_t v
     noise_body(noise_key(seed, position), 0, vocab_size, noise);
 }
 
+void gumbel_of_each(const std::uint32_t* bits, std::int64_t count, float* noise, float* low,
+                    float* high) {
+    for (std::int64_t i = 0; i < count; ++i) {
+        const NoiseBounds bounds = gumbel_bounds(bits[i]);
+        noise[i] = gumbel_of_bits(bits[i]);
+        low[i] = bounds.low;
+        high[i] = bounds.high;
+    }
+}
+
 }  // namespace weightsync

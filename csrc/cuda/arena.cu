@@ -98,25 +98,48 @@ ArenaRange reserve(std::uint64_t num_bytes, std::uint64_t owner, int device) {
     return {base, num_bytes};
 }
 
+void check_pieces(const std::vector<std::uint64_t>& piece_ends, std::uint64_t num_bytes,
+                  int device) {
+    std::uint64_t done = 0;
+    for (const std::uint64_t end : piece_ends) {
+        if (end <= done) throw CudaError("cudaErrorInvalidValue", "arena", device, "empty piece");
+        done = end;
+    }
+    if (done != num_bytes) {
+        throw CudaError("cudaErrorInvalidValue", "arena", device, "pieces are not the whole range");
+    }
+}
+
+// The ends of pieces of kPoolPieceBytes and a rest.
+std::vector<std::uint64_t> pool_pieces(std::uint64_t num_bytes) {
+    std::vector<std::uint64_t> ends;
+    for (std::uint64_t at = kPoolPieceBytes; at < num_bytes; at += kPoolPieceBytes) {
+        ends.push_back(at);
+    }
+    ends.push_back(num_bytes);
+    return ends;
+}
+
 // Creates and maps pieces from `base` on; `mapped` tells how far it came if it throws.
-void map_pieces(std::uint64_t base, std::uint64_t num_bytes, std::uint64_t piece_bytes, int device,
+void map_pieces(std::uint64_t base, const std::vector<std::uint64_t>& piece_ends, int device,
                 std::vector<std::uint64_t>& mapped) {
     const Driver& driver = Driver::get(device);
     const CUmemAllocationProp properties = properties_of(device);
-    for (std::uint64_t done = 0; done < num_bytes;) {
-        const std::uint64_t size = std::min(piece_bytes, num_bytes - done);
+    std::uint64_t done = 0;
+    for (const std::uint64_t end : piece_ends) {
+        const std::uint64_t size = end - done;
         CUmemGenericAllocationHandle handle = 0;
         check_driver(driver.create(&handle, size, &properties, 0), "cuMemCreate", device);
         const CUresult result = driver.map(base + done, size, 0, handle, 0);
         driver.release(handle);  // the mapping keeps the memory
         check_driver(result, "cuMemMap", device);
         mapped.push_back(size);
-        done += size;
+        done = end;
     }
     CUmemAccessDesc access{};
     access.location = properties.location;
     access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
-    check_driver(driver.set_access(base, num_bytes, &access, 1), "cuMemSetAccess", device);
+    check_driver(driver.set_access(base, done, &access, 1), "cuMemSetAccess", device);
 }
 
 }  // namespace
@@ -127,14 +150,15 @@ ArenaRange cuda_arena_reserve(std::uint64_t num_bytes, int device) {
     return reserve(num_bytes, 0, device);
 }
 
-void cuda_arena_map(std::uint64_t base, std::uint64_t piece_bytes, int device) {
+void cuda_arena_map(std::uint64_t base, const std::vector<std::uint64_t>& piece_ends, int device) {
     const DeviceScope scope(checked_device(device));
     const std::scoped_lock guard(lock);
     Range& range = found(base, device);
     if (range.is_mapped) return;
+    check_pieces(piece_ends, range.num_bytes, device);
     std::vector<std::uint64_t> mapped;
     try {
-        map_pieces(base, range.num_bytes, piece_bytes, device, mapped);
+        map_pieces(base, piece_ends, device, mapped);
     } catch (...) {
         std::uint64_t done = 0;
         for (const std::uint64_t size : mapped) {
@@ -195,7 +219,8 @@ extern "C" __attribute__((visibility("default"))) void* weightsync_pool_allocate
         const auto range =
             weightsync::reserve(static_cast<std::uint64_t>(num_bytes), owner, device);
         try {
-            weightsync::cuda_arena_map(range.base, weightsync::kPoolPieceBytes, device);
+            weightsync::cuda_arena_map(range.base, weightsync::pool_pieces(range.num_bytes),
+                                       device);
         } catch (...) {
             weightsync::cuda_arena_free(range.base, device);
             throw;

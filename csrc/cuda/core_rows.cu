@@ -5,6 +5,7 @@
 #include <stdexcept>
 
 #include "memory.cuh"
+#include "row_parts.cuh"
 #include "weightsync/cuda_core.hpp"
 #include "weightsync/float_codecs.hpp"
 #include "weightsync/rope_math.hpp"
@@ -13,38 +14,19 @@ namespace weightsync {
 namespace {
 
 using cuda::as_stream;
+using cuda::blocks_for;
 using cuda::checked_device;
 using cuda::DeviceScope;
+using cuda::is_aligned;
+using cuda::kEight;
+using cuda::load_eight;
+using cuda::norm_scale;
+using cuda::warp_total;
+using cuda::with_type;
 
-constexpr int kEight = 8;
 constexpr int kMaxThreads = 512;
 constexpr int kGateThreads = 256;
-constexpr int kHeadWarps = 8;
 constexpr unsigned kMaxGridRows = 65535;
-
-template <typename Memory>
-__device__ bool is_aligned(const Memory* pointer) {
-    return reinterpret_cast<std::uintptr_t>(pointer) % 16 == 0;
-}
-
-// Up to eight elements, the rest zero; sixteen bytes at a time where they lie so.
-template <typename Type>
-__device__ void load_eight(const typename Type::Memory* source, int count,
-                           float (&values)[kEight]) {
-    using Memory = typename Type::Memory;
-    if (count >= kEight && is_aligned(source)) {
-        alignas(16) Memory raw[kEight];
-#pragma unroll
-        for (unsigned i = 0; i < sizeof(raw) / 16; ++i) {
-            reinterpret_cast<uint4*>(raw)[i] = reinterpret_cast<const uint4*>(source)[i];
-        }
-#pragma unroll
-        for (int i = 0; i < kEight; ++i) values[i] = Type::load(raw[i]);
-        return;
-    }
-#pragma unroll
-    for (int i = 0; i < kEight; ++i) values[i] = i < count ? Type::load(source[i]) : 0.0f;
-}
 
 template <typename Type>
 __device__ void store_eight(typename Type::Memory* target, int count,
@@ -65,14 +47,6 @@ __device__ void store_eight(typename Type::Memory* target, int count,
     }
 }
 
-__device__ float warp_total(float value) {
-#pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) {
-        value += __shfl_xor_sync(0xFFFFFFFFu, value, distance);
-    }
-    return value;
-}
-
 // The same on every thread; warps in order.
 __device__ float block_total(float value) {
     __shared__ float totals[kMaxThreads / 32];
@@ -89,10 +63,6 @@ __device__ float block_total(float value) {
 int norm_threads(std::int64_t width) {
     const std::int64_t wanted = (width + kEight - 1) / kEight;
     return static_cast<int>(std::clamp<std::int64_t>((wanted + 31) / 32 * 32, 32, kMaxThreads));
-}
-
-__device__ float norm_scale(float squares, std::int64_t width, float eps) {
-    return 1.0f / sqrtf(squares / static_cast<float>(width) + eps);
 }
 
 // Norms one row. `at(i, count, values)` gives elements from i on, and is called twice for each.
@@ -188,87 +158,6 @@ __global__ __launch_bounds__(kGateThreads) void gate_kernel(GatedRows rows) {
     }
 }
 
-// One warp has one head of one row; a lane has every 32nd pair of elements that rotate together.
-template <typename Type>
-__device__ void place_rotated(const HeadRows& rows, const typename Type::Memory* head,
-                              const void* norm, std::int64_t position, typename Type::Memory* out) {
-    using Memory = typename Type::Memory;
-    const std::int64_t half = rows.head_dim / 2;
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    const auto* weight = static_cast<const Memory*>(norm);
-    float scale = 1.0f;
-    if (weight != nullptr) {
-        float squares = 0.0f;
-        for (std::int64_t i = lane; i < half; i += 32) {
-            const float first = Type::load(head[i]);
-            const float second = Type::load(head[half + i]);
-            squares += first * first;
-            squares += second * second;
-        }
-        scale = norm_scale(warp_total(squares), rows.head_dim, rows.eps);
-    }
-    const auto* cos = static_cast<const Memory*>(rows.cos) + position * half;
-    const auto* sin = static_cast<const Memory*>(rows.sin) + position * half;
-    for (std::int64_t i = lane; i < half; i += 32) {
-        float first = Type::load(head[i]);
-        float second = Type::load(head[half + i]);
-        if (weight != nullptr) {
-            first = Type::load(scale_normed<Type>(first, scale, Type::load(weight[i])));
-            second = Type::load(scale_normed<Type>(second, scale, Type::load(weight[half + i])));
-        }
-        const RotatedPair<Type> pair =
-            rotate_pair<Type>(first, second, Type::load(cos[i]), Type::load(sin[i]));
-        out[i] = pair.first;
-        out[half + i] = pair.second;
-    }
-}
-
-template <typename Type>
-__global__ __launch_bounds__(kHeadWarps * 32) void heads_kernel(HeadRows rows) {
-    cuda::let_next_begin();
-    cuda::wait_for_previous();
-    using Memory = typename Type::Memory;
-    const std::int64_t num_heads = rows.num_heads + 2 * rows.num_kv_heads;
-    const std::int64_t unit = static_cast<std::int64_t>(blockIdx.x) * kHeadWarps + threadIdx.x / 32;
-    if (unit >= rows.num_rows * num_heads) return;
-    const std::int64_t row = unit / num_heads;
-    const std::int64_t head = unit % num_heads;
-    auto* source = static_cast<Memory*>(rows.heads) + row * rows.row_stride + head * rows.head_dim;
-    if (head < rows.num_heads) {
-        place_rotated<Type>(rows, source, rows.query_norm, rows.positions[row], source);
-        return;
-    }
-    const std::int64_t slot = rows.slot_mapping[row];
-    if (slot < 0) return;
-    const bool is_key = head < rows.num_heads + rows.num_kv_heads;
-    const std::int64_t kv_head = (head - rows.num_heads) % rows.num_kv_heads;
-    auto* out = static_cast<Memory*>(is_key ? rows.cache_keys : rows.cache_values) +
-                (slot * rows.num_kv_heads + kv_head) * rows.head_dim;
-    if (is_key) {
-        place_rotated<Type>(rows, source, rows.key_norm, rows.positions[row], out);
-        return;
-    }
-    for (std::int64_t d = threadIdx.x % 32; d < rows.head_dim; d += 32) out[d] = source[d];
-}
-
-// Calls `launch` with the codec of a dtype.
-template <typename Launch>
-void with_type(FloatType dtype, Launch&& launch) {
-    switch (dtype) {
-        case FloatType::fp32:
-            return launch(Fp32{});
-        case FloatType::bf16:
-            return launch(Bf16{});
-        case FloatType::fp16:
-            return launch(Fp16{});
-    }
-    throw std::invalid_argument("row kernels: unknown dtype");
-}
-
-unsigned blocks_for(std::int64_t work, std::int64_t a_block) {
-    return static_cast<unsigned>((work + a_block - 1) / a_block);
-}
-
 }  // namespace
 
 void cuda_norm_rows(const NormedRows& rows, std::uintptr_t stream, int device) {
@@ -300,17 +189,6 @@ void cuda_gate_rows(const GatedRows& rows, std::uintptr_t stream, int device) {
     with_type(rows.dtype, [&](auto type) {
         cuda::launch_behind(gate_kernel<decltype(type)>, grid, kGateThreads, 0, as_stream(stream),
                             device, "launch of gate_kernel", rows);
-    });
-}
-
-void cuda_place_heads(const HeadRows& rows, std::uintptr_t stream, int device) {
-    if (rows.num_rows == 0) return;
-    const DeviceScope scope(checked_device(device));
-    const std::int64_t units = rows.num_rows * (rows.num_heads + 2 * rows.num_kv_heads);
-    with_type(rows.dtype, [&](auto type) {
-        cuda::launch_behind(heads_kernel<decltype(type)>, dim3(blocks_for(units, kHeadWarps)),
-                            kHeadWarps * 32, 0, as_stream(stream), device, "launch of heads_kernel",
-                            rows);
     });
 }
 

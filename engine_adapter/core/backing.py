@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -19,6 +20,8 @@ from weightsync.types import format_bytes
 
 #: Device memory is taken in pieces of this size: larger ones gain nothing, far smaller ones cost time.
 PIECE_BYTES: Final = 256 << 20
+#: What devices map at a time, or a multiple of it.
+UNIT_BYTES: Final = 2 << 20
 _POPULATE_WRITE: Final = 23  # MADV_POPULATE_WRITE, Linux 5.14
 
 
@@ -73,13 +76,15 @@ class HostBacking(Backing):
 
 
 class CudaBacking(Backing):
-    """Virtual memory management on one CUDA device. Its tensors may not be shared by torch's own
-    means; ``ipc`` of this library shares them."""
+    """Virtual memory management on one CUDA device, in pieces that end there (multiples of
+    ``UNIT_BYTES``). Its tensors may not be shared by torch's own means; ``ipc`` of this library shares
+    them."""
 
-    def __init__(self, num_bytes: int, device: str) -> None:
+    def __init__(self, piece_ends: Sequence[int], device: str) -> None:
         self._device = cuda_index(device)
-        core = native.extension
-        self._base, self._num_bytes = core.cuda_arena_reserve(max(num_bytes, 1), self._device)
+        self._piece_ends = list(piece_ends)
+        num_bytes = piece_ends[-1]
+        self._base, _ = native.extension.cuda_arena_reserve(num_bytes, self._device)
         try:
             self._take()
         except BaseException:
@@ -100,7 +105,7 @@ class CudaBacking(Backing):
         return -_freed_by(self._take, self._device)
 
     def _take(self) -> None:
-        map_range(self._base, self._num_bytes, self._device)
+        map_range(self._base, self._piece_ends, self._device)
 
 
 class PlainBacking(Backing):
@@ -119,10 +124,16 @@ class PlainBacking(Backing):
         raise UnavailableError(f"memory on {self.memory.device} was never given back")
 
 
-def map_range(base: int, num_bytes: int, device: int) -> None:
-    """Memory for a range of addresses. Raises :class:`CapacityError`."""
+def equal_pieces(num_bytes: int) -> list[int]:
+    """Where pieces end that hold nothing in particular."""
+    return [*range(PIECE_BYTES, num_bytes, PIECE_BYTES), num_bytes]
+
+
+def map_range(base: int, piece_ends: Sequence[int], device: int) -> None:
+    """Memory for a range of addresses, in pieces. Raises :class:`CapacityError`."""
+    num_bytes = piece_ends[-1]
     try:
-        native.extension.cuda_arena_map(base, PIECE_BYTES, device)
+        native.extension.cuda_arena_map(base, piece_ends, device)
     except native_cuda.CudaError as error:
         if getattr(error, "error_name", "") != "cudaErrorMemoryAllocation":
             raise

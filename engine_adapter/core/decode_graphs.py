@@ -147,20 +147,31 @@ class DecodeGraphs:
         """Destroy the graphs, once the device is done with them.
 
         Of several ranks, steps that do not end within ``limit_s`` wait for a rank that is gone. Whoever
-        destroys their graphs waits with them, so that these are left as they are until the process ends.
+        destroys their graphs, or frees memory of the device (weights, cache, mailboxes), waits with
+        them, so that these are left as they are until the process ends.
         """
         self.give_up()
         if self._have_ended(limit_s):
             for graph in self._graphs.values():
                 graph.reset()
         else:
-            _leave(self._graphs, self._found, self._slots, self.pool)
+            _leave(
+                self._graphs, self._found, self._slots, self.pool, self.state,
+                self._model, self._cache, self._group,
+            )  # fmt: skip
             _log.error(
                 "%s; %d decode graphs and their memory on %s are left until this process ends",
                 self._group.lost(f"decode steps did not end within {limit_s:.0f} s"),
                 len(self._graphs), self.state.device,
             )  # fmt: skip
         self._graphs, self._found = {}, {}
+
+    def wait_ended(self, limit_s: float | None = None) -> None:
+        """Before memory that steps use goes: raises :class:`PeerLostError` if one does not end within
+        ``limit_s`` (default: 60), since another rank is gone."""
+        limit_s = _LOST_S if limit_s is None else limit_s
+        if not self._have_ended(limit_s):
+            raise self._group.lost(f"decode steps did not end within {limit_s:.0f} s")
 
     def _have_ended(self, limit_s: float) -> bool:
         if self._group.size == 1:

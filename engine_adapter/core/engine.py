@@ -283,7 +283,8 @@ class Engine:
         Addresses stay. ``backups`` says of tags what the host keeps (see :class:`Backup`); what has none
         is empty after :meth:`resume_memory`, and weights then want a full update. What is gone already
         stays gone. Raises :class:`BusyError` while there are requests, :class:`ConfigError` for an
-        unknown tag, :class:`UnavailableError` if memory on a GPU is torch's (``memory="plain"``).
+        unknown tag, :class:`UnavailableError` if memory on a GPU is torch's (``memory="plain"``),
+        :class:`PeerLostError` if a step on a GPU never ends because another rank is gone.
         """
         return self.at_boundary(lambda: self._release(tags, backups))
 
@@ -294,6 +295,8 @@ class Engine:
                 f"release_memory: {len(requests)} requests run or wait (the first: "
                 f"{requests[0].request_id!r}); let them end, or pause with abort"
             )
+        if isinstance(self.decode_steps, DecodeGraphs):
+            self.decode_steps.wait_ended()
         found = self.memory.release(tags, backups)
         if self.memory.states[MemoryTag.KV_CACHE] is MemoryState.RELEASED:
             self.scheduler.flush_cache()

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import torch
 
-from engine_adapter.core.backing import map_range
+from engine_adapter.core.backing import equal_pieces, map_range
 from engine_adapter.core.memory import Backup
 from weightsync import native
 
@@ -65,7 +65,7 @@ class GraphPool:
         before = native.extension.cuda_free_bytes(self._device)
         try:
             for base, size in self.ranges:
-                map_range(base, size, self._device)
+                map_range(base, equal_pieces(size), self._device)
         except BaseException:
             self.release(Backup.NONE)
             raise

@@ -57,20 +57,16 @@ class KvCache:
         self.shape = shape
         self.num_pages = num_pages
         size = (shape.num_layers, num_pages, shape.page_size, shape.num_kv_heads, shape.head_dim)
-        word = str(shape.dtype).removeprefix("torch.")
         self.arena = arena = Arena(
             MemoryTag.KV_CACHE,
-            Arena.bytes_for([(size, word), (size, word)]),
+            [(size, shape.dtype)] * 2,
             str(device),
             remedy="lower kv_cache_tokens",
             purpose=f"a KV cache of {num_pages * shape.page_size} tokens would",
             kind=memory,
         )
         # Touched, so that pages of memory are there before the first step.
-        self.keys, self.values = (
-            arena.take(size, shape.dtype).zero_(),
-            arena.take(size, shape.dtype).zero_(),
-        )
+        self.keys, self.values = (tensor.zero_() for tensor in arena.tensors())
 
     @property
     def page_size(self) -> int:

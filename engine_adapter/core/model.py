@@ -14,7 +14,6 @@ from engine_adapter.core.batch import StepBatch
 from engine_adapter.core.config import ModelConfig, read_config
 from engine_adapter.core.cuda_products import CudaProduct
 from engine_adapter.core.gate import choose_gate
-from engine_adapter.core.grouped_products import grouped_rows_are_their_own
 from engine_adapter.core.heads import HeadShape, place_heads
 from engine_adapter.core.kv_cache import KvCache
 from engine_adapter.core.layers import (
@@ -25,7 +24,7 @@ from engine_adapter.core.layers import (
     Mlp,
 )
 from engine_adapter.core.loader import checkpoint_dtype, load_weights
-from engine_adapter.core.moe import ExpertsMlp, GroupedExpertsMlp
+from engine_adapter.core.moe import ExpertsMlp, choose_experts
 from engine_adapter.core.norm import choose_add_norm, choose_norm
 from engine_adapter.core.parallel import ALONE, Group
 from engine_adapter.core.products import Products, choose_product, parse_products
@@ -80,11 +79,10 @@ class DecoderModel:
         self._sparse = Compute(product, group, gate)
         self.max_positions = _positions(config, max_positions)
         specs = storage_specs(config, self.shards)
-        self._has_grouped_experts = (
-            isinstance(product, CudaProduct)
-            and dtype is torch.bfloat16
-            and grouped_rows_are_their_own(_expert_shapes(specs), dtype, self.device)
-        )
+        self._experts = ExpertsMlp
+        if config.experts is not None and isinstance(product, CudaProduct):
+            sizes = config.experts.num_experts, config.experts.top_k
+            self._experts = choose_experts(*sizes, _expert_shapes(specs), dtype, self.device)
         #: Rows of a step below which products pad it.
         self.least_rows = 1
         if isinstance(product, CudaProduct):
@@ -152,7 +150,7 @@ class DecoderModel:
     @property
     def asks_device(self) -> bool:
         """Whether a step on a CUDA device waits for what it finds there, as picking experts may."""
-        return self.config.experts is not None and not self._has_grouped_experts
+        return self.config.experts is not None and self._experts is ExpertsMlp
 
     # --- building -----------------------------------------------------------------------------------
 
@@ -174,8 +172,7 @@ class DecoderModel:
         mlp: Mlp
         experts = self.config.experts
         if experts is not None and self.config.has_experts(i):
-            kind = GroupedExpertsMlp if self._has_grouped_experts else ExpertsMlp
-            mlp = kind(
+            mlp = self._experts(
                 router=get("router"),
                 gate_up=get("experts_gate_up"),
                 down=get("experts_down"),
@@ -194,14 +191,14 @@ class DecoderModel:
         size = (self.max_positions, self.config.head_dim // 2)
         arena = Arena(
             MemoryTag.STATIC,
-            2 * Arena.bytes_for([(size, str(self.dtype).removeprefix("torch."))]),
+            [(size, self.dtype)] * 2,
             str(self.device),
             remedy="lower max_positions",
             purpose="rotary tables",
             kind=memory,
         )
         self.arenas.append(arena)
-        self.cos, self.sin = arena.take(size, self.dtype), arena.take(size, self.dtype)
+        self.cos, self.sin = arena.tensors()
         fill_tables(self.config.rope, self.cos, self.sin, self.config.head_dim)
         self.slots.add_constant("rope.cos", self.cos)
         self.slots.add_constant("rope.sin", self.sin)
@@ -299,7 +296,6 @@ def _expert_shapes(specs: Sequence[StorageSpec]) -> list[tuple[int, int, int]]:
 def _allocate(
     specs: Sequence[StorageSpec], dtype: torch.dtype, device: torch.device, memory: MemoryKind
 ) -> tuple[Arena, dict[str, Tensor]]:
-    word = str(dtype).removeprefix("torch.")
-    num_bytes = Arena.bytes_for((spec.shape, word) for spec in specs)
-    arena = Arena(MemoryTag.WEIGHTS, num_bytes, str(device), remedy=_REMEDY, kind=memory)
-    return arena, {spec.name: arena.take(spec.shape, dtype) for spec in specs}
+    wanted = [(spec.shape, dtype) for spec in specs]
+    arena = Arena(MemoryTag.WEIGHTS, wanted, str(device), remedy=_REMEDY, kind=memory)
+    return arena, {spec.name: t for spec, t in zip(specs, arena.tensors(), strict=True)}

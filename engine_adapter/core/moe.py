@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from engine_adapter.core.grouped_products import grouped_product
+from engine_adapter.core.cuda_experts import (
+    cuda_combine,
+    cuda_grouped_product,
+    cuda_route,
+    cuda_sort_picks,
+    has_expert_kernels,
+)
+from engine_adapter.core.grouped_products import (
+    OWN_PRODUCTS,
+    Shape,
+    grouped_product,
+    grouped_rows_are_their_own,
+)
 from engine_adapter.core.layers import Compute
-from engine_adapter.core.products import Product
+from engine_adapter.core.products import Product, has_kernels
+from weightsync.config import ExpertProducts, expert_products
 
 
 def route(
@@ -99,3 +113,43 @@ class GroupedExpertsMlp(ExpertsMlp):
             total = total + out[:, pick]
         group = self.compute.group
         return total if group.size == 1 else group.sum_in_order(total)
+
+
+class CudaExpertsMlp(ExpertsMlp):
+    """The same sums in the same order by our kernels on a GPU, which ask nothing of the host: of equal
+    logits the first expert is picked. bfloat16."""
+
+    __slots__ = ()
+
+    def forward(self, states: Tensor) -> Tensor:
+        """As :meth:`ExpertsMlp.forward`."""
+        logits = self.compute.product(states, self.router)
+        weights, experts = cuda_route(logits, self.top_k, is_normalised=self.is_normalised)
+        picks = cuda_sort_picks(experts, self.first_expert, self.gate_up.shape[0])
+        inner = cuda_grouped_product(
+            states, self.gate_up, picks.offsets, rows=picks.rows, is_gated=True
+        )
+        out = cuda_grouped_product(inner, self.down, picks.offsets)
+        total = cuda_combine(out, weights, picks.places)
+        group = self.compute.group
+        return total if group.size == 1 else group.sum_in_order(total)
+
+
+def choose_experts(
+    num_experts: int, top_k: int, shapes: Sequence[Shape], dtype: torch.dtype, device: torch.device
+) -> type[ExpertsMlp]:
+    """Who computes experts on a GPU whose weights have these ``shapes``, decided once, for all steps:
+    our kernels, torch's grouped product, or products one after another where rows of neither are
+    their own."""
+    if dtype is not torch.bfloat16:
+        return ExpertsMlp
+    if (
+        expert_products() is ExpertProducts.OWN
+        and has_kernels(device)
+        and has_expert_kernels(num_experts, top_k, shapes)
+        and grouped_rows_are_their_own(shapes, dtype, device, OWN_PRODUCTS)
+    ):
+        return CudaExpertsMlp
+    if grouped_rows_are_their_own(shapes, dtype, device):
+        return GroupedExpertsMlp
+    return ExpertsMlp

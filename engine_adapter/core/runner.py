@@ -29,42 +29,37 @@ def build_batch(plan: StepPlan, page_size: int, device: torch.device | str = "cp
     """The tensors of a step, made on the host and copied to ``device``."""
     chunks = plan.chunks
     missing = padded_rows(plan.num_tokens) - plan.num_tokens
-    context_lens = np.array([chunk.first + chunk.count for chunk in chunks], dtype=np.int32)
+    firsts = np.array([chunk.first for chunk in chunks], dtype=np.int64)
+    counts = np.array([chunk.count for chunk in chunks], dtype=np.int64)
+    context_lens = firsts + counts
     num_pages = (-(-context_lens // page_size)).tolist()
     tables = np.full((len(chunks), max(num_pages, default=1)), -1, dtype=np.int32)
-    # Lists, for most steps have a row or a few of each request.
     token_ids: list[int] = []
-    positions: list[int] = []
-    slots: list[int] = []
-    starts = [0]
     logit_rows: list[int] = []
-    for index, chunk in enumerate(chunks):
-        request, first, end = chunk.request, chunk.first, chunk.first + chunk.count
-        pages = request.pages
-        for wanted in chunk.wanted_rows:
-            logit_rows.append(len(token_ids) + wanted)
-        token_ids.extend(request.tokens(first, end))
-        for position in range(first, end):
-            positions.append(position)
-            slots.append(pages[position // page_size] * page_size + position % page_size)
-        tables[index, : num_pages[index]] = pages[: num_pages[index]]
-        starts.append(len(token_ids))
-    padding = [0] * missing
+    for chunk, table, held in zip(chunks, tables, num_pages, strict=True):
+        logit_rows += [len(token_ids) + wanted for wanted in chunk.wanted_rows]
+        token_ids += chunk.request.tokens(chunk.first, chunk.first + chunk.count)
+        table[:held] = chunk.request.pages[:held]
+    starts = np.concatenate(([0], np.cumsum(counts)))
+    owners = np.repeat(np.arange(len(chunks)), counts)
+    positions = np.arange(plan.num_tokens) + (firsts - starts[:-1])[owners]
+    slots = tables[owners, positions // page_size] * np.int64(page_size) + positions % page_size
+    padding = np.zeros(missing, dtype=np.int64)
 
     def on_device(values: Any, dtype: Any) -> Tensor:
         return torch.from_numpy(np.asarray(values, dtype=dtype)).to(device)
 
     return StepBatch(
-        token_ids=on_device(token_ids + padding, np.int64),
-        positions=on_device(positions + padding, np.int64),
-        slot_mapping=on_device(slots + [NO_SLOT] * missing, np.int64),
+        token_ids=on_device(np.append(token_ids, padding), np.int64),
+        positions=on_device(np.append(positions, padding), np.int64),
+        slot_mapping=on_device(np.append(slots, np.full(missing, NO_SLOT)), np.int64),
         query_starts=on_device(starts, np.int32),
         context_lens=on_device(context_lens, np.int32),
         block_tables=on_device(tables, np.int32),
         logit_rows=on_device(logit_rows, np.int64),
         counts=StepCounts(
             num_rows=plan.num_tokens,
-            most_rows=max((chunk.count for chunk in chunks), default=0),
+            most_rows=int(counts.max(initial=0)),
             num_chunks=int((-(-context_lens // ATTENTION_CHUNK)).sum()),
         ),
     )

@@ -211,6 +211,36 @@ def test_sampled_tokens_are_those_of_the_cpu(dtype: torch.dtype, vocab: int) -> 
     assert torch.equal(full, whole.numbers[:, 0])
 
 
+@pytest.mark.parametrize("scale", [0.0, 0.3, 20.0])
+@pytest.mark.parametrize("top_k", [0, 50])
+def test_tokens_of_flat_and_of_steep_rows_are_those_of_the_cpu(scale: float, top_k: int) -> None:
+    """The device leaves out whose noise cannot win; ties of equal scores go to the lower token."""
+    torch.manual_seed(1)
+    logits = (torch.randn(64, 20_000) * scale).bfloat16()
+    rows = [
+        SampleRow(SamplingParams(temperature=0.8, top_k=top_k), seed=i, position=9)
+        for i in range(64)
+    ]
+    expected = [found.token for found in sample(logits, rows) if found is not None]
+    assert [found.token for found in sample(logits.to(ON), rows) if found is not None] == expected
+    assert len(expected) == 64
+
+
+def test_among_equal_scores_the_same_token_as_on_the_cpu() -> None:
+    torch.manual_seed(0)
+    logits = (torch.randn(8, 20_000) * 2).round().bfloat16()
+    logits[6:] *= 1000
+    rows = [
+        SampleRow(SamplingParams(temperature=(0.0, 0.01, 3.0)[i % 3]), seed=i, position=9)
+        for i in range(8)
+    ]
+    for mine, theirs in zip(sample(logits.to(ON), rows), sample(logits, rows), strict=True):
+        assert mine is not None
+        assert theirs is not None
+        assert mine.token == theirs.token
+        assert mine.log_prob == pytest.approx(theirs.log_prob, abs=2e-5)
+
+
 def test_rows_without_a_distribution_and_tokens_that_are_ruled_out() -> None:
     logits = torch.zeros(5, 9000)
     logits[0, 7] = torch.nan

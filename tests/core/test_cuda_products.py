@@ -18,7 +18,7 @@ from engine_adapter.core.cuda_products import (
     product_within,
     tried_rows,
 )
-from engine_adapter.core.grouped_products import grouped_rows_are_their_own
+from engine_adapter.core.grouped_products import OWN_PRODUCTS, grouped_rows_are_their_own
 
 CPU = torch.device("cpu")
 
@@ -97,17 +97,18 @@ def test_groups_of_other_sums_are_seen(
             start = end
         return torch.cat(found)
 
-    monkeypatch.setattr(grouped_products, "grouped_product", grouped)
     monkeypatch.setattr(grouped_products, "_proven", {})
     shapes = [(3, 5, 256)]
     with nullcontext() if not bad else pytest.warns(RuntimeWarning, match=r"\[3, 5, 256\]"):
-        assert grouped_rows_are_their_own(shapes, torch.bfloat16, CPU) is not bool(bad)
+        assert grouped_rows_are_their_own(shapes, torch.bfloat16, CPU, (grouped,)) is not bool(bad)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(8, 64, 64), (128, 1536, 2048), (128, 2048, 768)])
 def test_grouped_rows_are_their_own_on_a_gpu(shape: tuple[int, int, int]) -> None:
-    assert grouped_rows_are_their_own([shape], torch.bfloat16, torch.device("cuda:0"))
+    device = torch.device("cuda:0")
+    assert grouped_rows_are_their_own([shape], torch.bfloat16, device)
+    assert grouped_rows_are_their_own([shape], torch.bfloat16, device, OWN_PRODUCTS)
 
 
 def test_no_more_rows_are_tried_than_memory_allows() -> None:

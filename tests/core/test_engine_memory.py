@@ -13,9 +13,11 @@ from core_traffic import refit, refitted
 from memory_contract import MemoryContract
 
 from engine_adapter.core import backing
+from engine_adapter.core.arena import Arena, MemoryKind, MemoryTag
 from engine_adapter.core.backing import HostBacking
 from engine_adapter.core.decode_graphs import DecodeGraphs
 from engine_adapter.core.engine import Engine
+from weightsync import native
 from weightsync.errors import CapacityError, ReleasedError, UnavailableError, WeightSyncError
 
 pytestmark = pytest.mark.filterwarnings("ignore:rows of products")  # of tiny models on a GPU
@@ -87,6 +89,34 @@ class TestOnCuda(MemoryContract):
         engine.release_memory()
         assert all(map(same, other.generate(prompts(12, 40), params()), expected))
         engine.resume_memory()
+
+
+@pytest.mark.gpu
+def test_a_tensor_lies_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backing, "PIECE_BYTES", 2 * backing.UNIT_BYTES)
+    sizes = [(1 << 20) + 5, 3 << 20, 100, 9 << 20, 1 << 20, 2 << 20, 3 << 20]
+    arena = Arena(
+        MemoryTag.WEIGHTS,
+        [((size,), torch.uint8) for size in sizes],
+        "cuda:0",
+        remedy="",
+        kind=MemoryKind.RELEASABLE,
+    )
+    for again in range(2):
+        pieces = {}
+        for value, tensor in enumerate(arena.tensors()):
+            tensor.fill_(value + again)
+            ptr = tensor.data_ptr()
+            base, num_bytes, *_ = native.extension.cuda_allocation(ptr, 0)
+            pieces[base - arena.memory.data_ptr()] = num_bytes
+            assert base <= ptr
+            assert ptr + tensor.nbytes <= base + num_bytes
+        assert len(pieces) == 5
+        assert sum(pieces.values()) == arena.num_bytes
+        for value, tensor in enumerate(arena.tensors()):
+            assert bool((tensor == value + again).all())
+        assert arena.backing.release() == arena.num_bytes
+        assert arena.backing.resume() == arena.num_bytes
 
 
 @pytest.mark.gpu

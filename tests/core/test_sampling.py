@@ -21,7 +21,7 @@ from engine_adapter.core.sampling import (
 )
 from engine_adapter.core.sampling_params import SamplingParams
 from weightsync.errors import ConfigError
-from weightsync.native_sampling import gumbel_noise, sample_tokens
+from weightsync.native_sampling import gumbel_noise, gumbel_of_bits, sample_tokens
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -62,6 +62,19 @@ def test_noise_in_torch_is_the_same(seed: int, position: int) -> None:
     again = gumbel_noise_torch(seed, position, 300, torch.device("cpu"))
     assert torch.allclose(native, again, atol=2e-6, rtol=2e-6)
     assert torch.isfinite(native).all()
+
+
+def test_noise_lies_between_its_bounds() -> None:
+    """Whoever relies on them never misses the largest: at every power of two, and all over."""
+    edges = [(1 << k) + d for k in range(32) for d in (-1, 0, 1)] + [(1 << 32) - 1]
+    drawn = np.random.default_rng(0).integers(0, 1 << 32, 1 << 21, dtype=np.uint64)
+    few = drawn >> (drawn % 32)  # as many with many zeros
+    bits = np.concatenate([np.array(edges, dtype=np.uint64), drawn, few]).astype(np.uint32)
+    noise, low, high = gumbel_of_bits(bits)
+    assert (low <= noise).all()
+    assert (noise <= high).all()
+    assert (high - low)[bits < 1 << 31].max() < 1.03
+    assert noise.max() == pytest.approx(22.87, abs=0.01)
 
 
 def test_noise_of_a_token_does_not_depend_on_the_vocabulary() -> None:

@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 from core_models import make_model, torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from engine_adapter.core.arena import ALIGNMENT_BYTES, Arena, MemoryTag, lay_out
 from engine_adapter.core.config import ModelConfig, parse_config
 from engine_adapter.core.model import DecoderModel
 from engine_adapter.core.parallel import Group
@@ -16,7 +19,7 @@ from engine_adapter.core.reach import reachable_tensors
 from engine_adapter.core.shards import Shards
 from engine_adapter.core.slots import SlotTable
 from engine_adapter.core.weights import storage_specs
-from weightsync.errors import ConfigError, LayoutError, ShapeMismatchError
+from weightsync.errors import CapacityError, ConfigError, LayoutError, ShapeMismatchError
 from weightsync.layout import join_layouts
 from weightsync.plan import make_plan
 from weightsync.transports import get_transport
@@ -327,15 +330,43 @@ def test_tensors_are_reached_once_and_through_everything() -> None:
     assert any(t is inner for t in found)
 
 
-def test_arenas_align_and_refuse_more_than_they_have() -> None:
-    from engine_adapter.core.arena import ALIGNMENT_BYTES, Arena, MemoryTag
-    from weightsync.errors import CapacityError
+def test_tensors_of_an_arena_are_aligned_and_apart() -> None:
+    wanted = [((3,), torch.bfloat16), ((5, 7), torch.float32), ((0, 4), torch.float32)]
+    arena = Arena(MemoryTag.STATIC, wanted, remedy="")
+    tensors = arena.tensors()
+    assert [(tuple(t.shape), t.dtype) for t in tensors] == wanted
+    assert [t.data_ptr() % ALIGNMENT_BYTES for t in tensors] == [0, 0, 0]
+    for value, tensor in enumerate(tensors):
+        tensor.fill_(value)
+    assert [set(t.flatten().tolist()) for t in arena.tensors()] == [{0}, {1}, set()]
+    with pytest.raises(CapacityError, match=r"static need .*; take less"):
+        Arena(MemoryTag.STATIC, [((1 << 50,), torch.float32)], remedy="take less")
 
-    arena = Arena(
-        MemoryTag.STATIC, Arena.bytes_for([((3,), "bfloat16"), ((5, 7), "float32")]), remedy=""
-    )
-    first, second = arena.take((3,), torch.bfloat16), arena.take((5, 7), torch.float32)
-    assert first.data_ptr() % ALIGNMENT_BYTES == second.data_ptr() % ALIGNMENT_BYTES == 0
-    assert second.shape == (5, 7)
-    with pytest.raises(CapacityError, match="has 0 left, 4 were asked for"):
-        arena.take((1,), torch.float32)
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.integers(0, 5000), max_size=30),
+    st.sampled_from([None, 1024, 2048, 4096]),
+    st.sampled_from([256, 512, 1024]),
+)
+def test_no_tensor_lies_across_the_end_of_a_piece(
+    sizes: list[int], piece_bytes: int | None, unit_bytes: int
+) -> None:
+    layout = lay_out(sizes, piece_bytes, unit_bytes)
+    ends = list(layout.piece_ends)
+    assert ends == sorted(set(ends))
+    assert all(end > 0 and end % unit_bytes == 0 for end in ends)
+    taken = 0
+    for start, size in zip(layout.starts, sizes, strict=True):
+        assert start >= taken
+        assert start % ALIGNMENT_BYTES == 0
+        taken = start + size
+        assert not any(start < end < taken for end in ends)
+    assert taken <= layout.num_bytes
+    gaps = layout.num_bytes - sum(-(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for size in sizes)
+    assert gaps <= unit_bytes * len(ends)
+    for begin, end in zip([0, *ends], ends, strict=False):
+        inside = [
+            s for s, size in zip(layout.starts, sizes, strict=True) if size and begin <= s < end
+        ]
+        assert piece_bytes is None or end - begin <= piece_bytes or len(inside) == 1

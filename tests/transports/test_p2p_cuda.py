@@ -103,7 +103,7 @@ class TestNixlStreamUpdates(_ByNixl, CudaGenerators):
     kept_bytes = KEPT_BYTES
 
 
-SLOW = {"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "n"}
+SLOW = {"UCX_TLS": "tcp,sm,self,cuda_copy"}
 
 
 @pytest.mark.gpu
@@ -121,7 +121,7 @@ class TestSlowPath(_ByNixl):
             far("make", 1)
             said = far.failure("connect", receiver.url, {"transport": "p2p", "strict": True})
         assert said.startswith(SlowPathError.__name__)
-        assert "UCX_CUDA_IPC_ENABLE_GET_ZCOPY is n, it must be y" in said
+        assert "UCX_TLS=tcp,sm,self,cuda_copy lacks 'cuda_ipc'" in said
 
     def test_it_is_a_warning_and_works(self, caplog: pytest.LogCaptureFixture) -> None:
         source = make_module(1)
@@ -228,8 +228,31 @@ def test_what_a_rate_means(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "0.50 GB/s" in slow.reason
     for word in ("ENABLE_GET_ZCOPY=y", "UCX_TLS", "UCX_MODULE_DIR", "tcp"):
         assert word in slow.remedy
-    monkeypatch.setenv("UCX_TLS", "sm,tcp,self")
-    assert "UCX_TLS=sm,tcp,self lacks 'cuda_ipc'" in judge(0.5e9, is_one_host=True).remedy
+    monkeypatch.setenv("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "n")
+    assert "ENABLE_GET_ZCOPY is n, it must be y" in judge(0.5e9, is_one_host=True).remedy
+
+
+@pytest.mark.parametrize(
+    ("tls", "lacks"),
+    [
+        ("sm,tcp,self", "'cuda_copy', 'cuda_ipc'"),
+        ("tcp,sm,self,cuda_copy", "'cuda_ipc'"),
+        ("cuda_ipc,tcp", "'cuda_copy'"),
+        ("^cuda_ipc,rc", "'cuda_ipc'"),
+        ("^cuda", "'cuda_copy', 'cuda_ipc'"),
+        ("^tcp", ""),
+        ("all", ""),
+        ("tcp,cuda", ""),
+    ],
+)
+def test_what_a_choice_of_transports_lacks(
+    tls: str, lacks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "y")
+    monkeypatch.setenv("UCX_TLS", tls)
+    remedy = judge(0.5e9, is_one_host=True).remedy
+    assert (f"UCX_TLS={tls} lacks {lacks} (" in remedy) is bool(lacks)
+    assert ("In this process" in remedy) is bool(lacks)
 
 
 def test_patterns_differ() -> None:

@@ -38,6 +38,9 @@ _FLOOR_BYTES_PER_S: Final = 8e9
 #: More than any device of today copies: a difference of two times may be nothing.
 _CEILING_BYTES_PER_S: Final = 3e12
 
+#: UCX's transports for device memory within one host; its group ``cuda`` holds both.
+_NEEDED_TRANSPORTS: Final = ("cuda_copy", "cuda_ipc")
+
 _FIELDS: Final = {"ptr": int, "device": str, "handle": str}
 
 
@@ -202,12 +205,25 @@ def judge(rate_bytes_per_s: float, *, is_one_host: bool) -> Availability:
     )
 
 
+def _lacks(tls: str) -> list[str]:
+    """Which of the transports that device memory needs a value of UCX_TLS leaves out.
+
+    A list of names and groups, or of those to leave out behind a ``^`` (UCX: "Transports to use").
+    """
+    is_inverse = tls.startswith("^")
+    named = set(tls.removeprefix("^").split(","))
+    if named & {"all", "cuda"}:
+        named |= set(_NEEDED_TRANSPORTS)
+    return [name for name in _NEEDED_TRANSPORTS if (name in named) is is_inverse]
+
+
 def _remedy() -> str:
     """The settings that cure it, those first that are known to be wrong here."""
     found = []
     tls = config.library_setting("UCX_TLS")
-    if tls is not None and tls != "all" and not {"cuda", "cuda_ipc"} & set(tls.split(",")):
-        found.append(f"UCX_TLS={tls} lacks 'cuda_ipc' and 'cuda_copy' (keep 'tcp' in it)")
+    if tls is not None and (lacks := _lacks(tls)):
+        names = ", ".join(f"'{name}'" for name in lacks)
+        found.append(f"UCX_TLS={tls} lacks {names} (and keep 'tcp' in it)")
     zcopy = config.library_setting("UCX_CUDA_IPC_ENABLE_GET_ZCOPY")
     if zcopy not in ("y", "yes", "on", "1"):
         found.append(f"UCX_CUDA_IPC_ENABLE_GET_ZCOPY is {zcopy}, it must be y")

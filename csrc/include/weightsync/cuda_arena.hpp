@@ -13,10 +13,11 @@ struct ArenaRange {
 };
 ArenaRange cuda_arena_reserve(std::uint64_t num_bytes, int device);
 
-// Memory for a whole range, in pieces of at most piece_bytes that another process may open
-// (cuda_export_fd). All or nothing: throws CudaError and leaves none if there is too little.
-// Contents are whatever was there.
-void cuda_arena_map(std::uint64_t base, std::uint64_t piece_bytes, int device);
+// Memory for a whole range, in pieces that another process may open (cuda_export_fd). They end at
+// these bytes from `base`, in order, the last at the range's end; what the device maps at a time
+// divides them. All or nothing: throws CudaError and leaves none if there is too little. Contents
+// are whatever was there.
+void cuda_arena_map(std::uint64_t base, const std::vector<std::uint64_t>& piece_ends, int device);
 // Waits for the device, then gives the memory back. A range without memory stays as it is.
 void cuda_arena_unmap(std::uint64_t base, int device);
 // Also the addresses.

@@ -53,8 +53,8 @@ struct HeadRows {
 };
 void cuda_place_heads(const HeadRows& rows, std::uintptr_t stream, int device);
 
-// Scores that one block looks at.
-inline constexpr std::int64_t kSampleSlice = 4096;
+// Scores that one warp looks at.
+inline constexpr std::int64_t kSampleSlice = 2048;
 
 // Logits [num_rows, vocab_size], rows `row_stride` elements apart. Row r's scores are its logits
 // divided by temperatures[r]; `given[r]`, if not negative, is its token, else the largest score

@@ -16,7 +16,16 @@ struct Fp32 {
 struct Bf16 {
     using Memory = std::uint16_t;
     static WEIGHTSYNC_HD_INLINE float load(std::uint16_t half) { return bf16_to_fp32(half); }
-    static WEIGHTSYNC_HD_INLINE std::uint16_t store(float value) { return fp32_to_bf16(value); }
+    // One instruction on a device, with the same bits but for which NaN a NaN becomes.
+    static WEIGHTSYNC_HD_INLINE std::uint16_t store(float value) {
+#if defined(__CUDA_ARCH__)
+        std::uint16_t half;
+        asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(half) : "f"(value));
+        return half;
+#else
+        return fp32_to_bf16(value);
+#endif
+    }
 };
 
 struct Fp16 {

@@ -26,4 +26,8 @@ void sample_tokens(const SampleStep& step, int num_threads);
 void fill_gumbel_noise(std::uint64_t seed, std::int64_t position, std::int64_t vocab_size,
                        float* noise);
 
+// Of each of some random bits the noise, and between what it must lie; for tests.
+void gumbel_of_each(const std::uint32_t* bits, std::int64_t count, float* noise, float* low,
+                    float* high);
+
 }  // namespace weightsync

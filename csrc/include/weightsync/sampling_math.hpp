@@ -60,8 +60,7 @@ WEIGHTSYNC_HD_INLINE float noise_log(float x, float v) {
 
 // -log(-log(u)). With u = 1 - v and v a multiple of 2^-32, the large values, which decide, are
 // finely graded: the largest is 22.9.
-WEIGHTSYNC_HD_INLINE float gumbel_noise(NoiseKey key, std::uint32_t token) {
-    const std::uint32_t bits = noise_bits(key, token);
+WEIGHTSYNC_HD_INLINE float gumbel_of_bits(std::uint32_t bits) {
     // As two exact halves, so that one rounding gives (bits + 0.5) * 2^-32.
     const float high = static_cast<float>(static_cast<std::int32_t>(bits >> 16)) * 0x1p-16f;
     const float low =
@@ -70,6 +69,29 @@ WEIGHTSYNC_HD_INLINE float gumbel_noise(NoiseKey key, std::uint32_t token) {
     const float v = sum < 0x1.fffffep-1f ? sum : 0x1.fffffep-1f;  // below one
     const float exponential = -noise_log(1.0f - v, v);
     return -noise_log(exponential, 0.0f);
+}
+
+WEIGHTSYNC_HD_INLINE float gumbel_noise(NoiseKey key, std::uint32_t token) {
+    return gumbel_of_bits(noise_bits(key, token));
+}
+
+// Between which numbers the noise of some bits lies, without a logarithm. With 2^-(z+1) <= v < 2^-z
+// (z zeros lead): v <= -log(1 - v), so the noise is at most -log(v) <= (z + 1) log 2; and up to
+// v = 1/2, -log(1 - v) <= 2 log(2) v, so it is at least z log 2 - log(2 log 2). The slack of 1e-4
+// is more than rounding takes.
+struct NoiseBounds {
+    float low;
+    float high;
+};
+
+WEIGHTSYNC_HD_INLINE NoiseBounds gumbel_bounds(std::uint32_t bits) {
+#if defined(__CUDA_ARCH__)
+    const int leading = __clz(static_cast<int>(bits));
+#else
+    const int leading = bits == 0 ? 32 : __builtin_clz(bits);
+#endif
+    const float zeros = static_cast<float>(leading) * 0.693147182f;
+    return {leading == 0 ? -4.0f : zeros - 0.3268f, zeros + 0.6933f};
 }
 
 }  // namespace weightsync
