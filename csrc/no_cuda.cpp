@@ -65,7 +65,8 @@ void CudaPatchTable::close() {}
 struct CudaDeltaEncoder::State {};
 CudaDeltaEncoder::CudaDeltaEncoder(int device) { fail("CudaDeltaEncoder", device); }
 CudaDeltaEncoder::~CudaDeltaEncoder() = default;
-void CudaDeltaEncoder::run(DeltaBatch*, const std::uint64_t*, std::uintptr_t, int) {}
+void CudaDeltaEncoder::run(DeltaBatch*, const std::uint64_t*, std::uintptr_t, std::uintptr_t, int) {
+}
 std::vector<double> CudaDeltaEncoder::seconds() const { return {}; }
 void CudaDeltaEncoder::close() {}
 
@@ -88,6 +89,8 @@ std::vector<ArenaRange> cuda_pool_ranges(std::uint64_t) { return {}; }
 CudaHeld cuda_held() { return {0, 0}; }
 std::uint64_t cuda_malloc(std::uint64_t, int device) { fail("cuda_malloc", device); }
 void cuda_free(std::uint64_t, int device) { fail("cuda_free", device); }
+std::uint64_t cuda_malloc_host(std::uint64_t, int device) { fail("cuda_malloc_host", device); }
+void cuda_free_host(std::uint64_t, int device) { fail("cuda_free_host", device); }
 std::uint64_t cuda_free_bytes(int device) { fail("cuda_free_bytes", device); }
 int cuda_current_device() { fail("cuda_current_device", 0); }
 void cuda_use_device(int device) { fail("cuda_use_device", device); }

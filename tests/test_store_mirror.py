@@ -161,3 +161,20 @@ def test_absolute_records_are_coded_on_the_host(tmp_path: Path) -> None:
     other.step(0.01, 1)
     here.publish(1, other.host)
     assert payload(store, 1) == payload(here.store, 1)
+
+
+def test_weights_that_move_to_the_host_and_back(tmp_path: Path) -> None:
+    """Their versions go on being deltas, and the snapshot stays where it is."""
+    placed = Placed()
+    there = Publisher(Store(tmp_path, "device"), is_mirrored=True, num_threads=2)
+    here = Publisher(Store(tmp_path, "host"))
+    for version in range(4):
+        one = there.publish(version, placed.host if version == 2 else placed.weights)
+        assert one.kind == ("delta" if version else "full")
+        assert one.target.root == here.publish(version, placed.host).target.root
+        assert payload(there.store, version) == payload(here.store, version)
+        placed.step(0.01, version)
+    anchor = there.anchor()
+    files = {f.name: f.hash for f in anchor.files}
+    assert files == {f.name: f.hash for f in here.anchor().files}
+    there.close()

@@ -15,13 +15,15 @@ from weightsync.errors import (
     BusyError,
     CapacityError,
     ConfigError,
+    IntegrityError,
     LayoutError,
     SessionError,
     VersionError,
 )
 from weightsync.receiver import Receiver
 from weightsync.sender import Sender
-from weightsync.store import Store
+from weightsync.store import Publisher, Store
+from weightsync.store.snapshot import Snapshot
 from weightsync.store_sender import StoreSender
 
 torch = pytest.importorskip("torch")
@@ -246,3 +248,52 @@ def test_misuse_is_named(tmp_path: Path) -> None:
             Sender.connect(places, transport="disk-delta", **extra)
     with pytest.raises(ConfigError, match="closed"):
         sender.update(version=9)
+
+
+def test_a_version_is_reported_before_the_copy_has_advanced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who follows need not wait for it, but the next version does."""
+    net = model()
+    go = threading.Event()
+    advance = Publisher.advance
+    monkeypatch.setattr(Publisher, "advance", lambda *a: (go.wait(30), advance(*a))[1])
+    with connect(tmp_path) as sender:
+        with sender.update(version=0) as update:
+            update.send(net)
+        assert update.report is not None
+        assert Store(tmp_path, RUN).latest() == 0
+        assert not sender._advanced.done()  # type: ignore[union-attr]
+        timer = threading.Timer(0.2, go.set)
+        timer.start()
+        step(net, 1)
+        with sender.update(version=1) as update:
+            update.send(net)
+        assert go.is_set()
+        assert update.report.kind == "delta"
+        timer.join()
+
+
+def test_a_copy_that_cannot_advance_makes_the_next_version_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    net = model()
+    advance, left = Snapshot.advance, [1]
+
+    def fail(*args: Any) -> None:
+        if left:
+            left.pop()
+            raise IntegrityError("as if the copy had rotted")
+        advance(*args)
+
+    monkeypatch.setattr(Snapshot, "advance", fail)
+    kinds = []
+    with connect(tmp_path) as sender:
+        for version in range(4):
+            with sender.update(version=version) as update:
+                update.send(net)
+            assert update.report is not None
+            kinds.append(update.report.kind)
+            step(net, version)
+    assert kinds == ["full", "delta", "full", "delta"]
+    assert "after version 1, which is visible: as if the copy had rotted" in caplog.text

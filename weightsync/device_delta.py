@@ -105,9 +105,10 @@ def decode_there(
     *,
     buffer: Bytes | None = None,
     num_threads: int = 1,
+    lane: int = 0,
 ) -> DeviceDeltas:
-    """``digests`` are the block digests of the live tensors; ``buffer`` is as in :class:`CodedSpans`.
-    Nothing is written.
+    """``digests`` are the block digests of the live tensors; ``buffer`` is as in :class:`CodedSpans`,
+    ``lane`` as in :class:`SpanDecoder`. Nothing is written.
 
     Raises :class:`IntegrityError` naming a tensor that would not be what it must be: a record is
     damaged, or live weights are not its base.
@@ -123,7 +124,7 @@ def decode_there(
         np.concatenate([_NONE, *map(_digests_of, deltas, digests)]),
         buffer,
     )
-    decoder = SpanDecoder(device)
+    decoder = SpanDecoder(device, lane)
     try:
         decoded = decoder.decode(coded, num_threads)
         seconds = decoder.seconds

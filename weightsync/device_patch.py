@@ -34,6 +34,17 @@ class Work(Enum):
     COMPARE_FORMER = 3
 
 
+class Turn(Enum):
+    """When a patch runs beside other work of its device; the value is the priority of its stream."""
+
+    FIRST = -1  # somebody is paused for it
+    EQUAL = 0
+
+
+#: Streams of a device on which nobody else waits.
+LANES: Final = {Turn.FIRST: 10, Turn.EQUAL: 11}
+
+
 @dataclass(frozen=True, eq=False)
 class DeviceWrite:
     """Elements of a span at ``target_ptr`` on a device that get new values, both still on the host."""
@@ -66,7 +77,12 @@ class DevicePatch:
     """The writes of a delta on ``device``: positions, values and what they overwrite lie there, 8 bytes a
     changed element of 2 bytes. On the CPU the same code runs over memory of this process, for tests."""
 
-    def __init__(self, writes: Sequence[DeviceWrite | DecodedWrite], device: str) -> None:
+    def __init__(
+        self,
+        writes: Sequence[DeviceWrite | DecodedWrite],
+        device: str,
+        turn: Turn = Turn.FIRST,
+    ) -> None:
         self._device = device
         offsets, used = [], 0
         for write in writes:
@@ -94,17 +110,17 @@ class DevicePatch:
         self._rows = rows
         self._table: Any = None
         if device != CPU:
+            index = cuda_index(device)
             with cuda_errors(device):
-                self._table = native.extension.CudaPatchTable(
-                    rows.ctypes.data, len(rows), cuda_index(device)
-                )
+                self._stream = stream_of(index, LANES[turn], turn.value)
+                self._table = native.extension.CudaPatchTable(rows.ctypes.data, len(rows), index)
 
     def run(self, work: Work) -> int:
         """Do it, wait for it; the number of elements that differ, for comparisons."""
         if self._table is None:
             return native.extension.run_patch(self._rows.ctypes.data, len(self._rows), work.value)
         with cuda_errors(self._device):
-            found: int = self._table.run(stream_of(cuda_index(self._device)), work.value)
+            found: int = self._table.run(self._stream, work.value)
             return found
 
     def put(self) -> None:

@@ -238,6 +238,37 @@ class DeviceMemory:
         self._block = None
 
 
+class HostBuffer:
+    """``data`` (uint8) is memory of the host that ``device`` copies to and from at full speed; nothing
+    may look at it once this is closed, or garbage."""
+
+    def __init__(self, num_bytes: int, device: str) -> None:
+        self.num_bytes = num_bytes
+        self._free: weakref.finalize[..., HostBuffer] | None = None
+        if device == CPU or not num_bytes:
+            self.data: npt.NDArray[np.uint8] = np.empty(num_bytes, dtype=np.uint8)
+            return
+        index = cuda_index(device)
+        with cuda_errors(device):
+            ptr = native.extension.cuda_malloc_host(num_bytes, index)
+        self.data = np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(ptr))
+        self._free = weakref.finalize(self, _free_host, ptr, index)
+        self._free.atexit = False  # the process takes it along
+
+    def close(self) -> None:
+        """Free it. Idempotent."""
+        self.data = np.empty(0, dtype=np.uint8)
+        if self._free is not None:
+            self._free()
+
+
+def _free_host(ptr: int, index: int) -> None:
+    try:
+        native.extension.cuda_free_host(ptr, index)
+    except native.CudaError:  # of an earlier kernel: the device is of no use any more
+        _LOG.exception("pinned memory was not freed")
+
+
 def private_memory(num_bytes: int, device: str) -> Memory:
     """Memory on a device that is there already: no first use pays. Raises CapacityError."""
     if device != CPU:

@@ -11,12 +11,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
-import numpy as np
-
 from weightsync.binding import Spot
 from weightsync.codec.spans import Bytes
 from weightsync.deadline import Deadline
-from weightsync.device_tables import CPU, DeviceMemory, copy_memory, segment_copy
+from weightsync.device_tables import CPU, DeviceMemory, HostBuffer, copy_memory, segment_copy
 from weightsync.digest import DigestPart, DigestTable
 from weightsync.faults import reach
 from weightsync.live_tensor import LiveTensor, copy_parts
@@ -78,8 +76,8 @@ class Lander:
         self._deadline.check()
         path, offset, ptr, size = piece
         if not hasattr(self._local, "buffer"):
-            self._local.buffer = np.empty(PIECE_BYTES, dtype=np.uint8)
-        data: Bytes = self._local.buffer[:size]
+            self._local.buffer = HostBuffer(PIECE_BYTES, self._device)
+        data: Bytes = self._local.buffer.data[:size]
         read_exactly(path, offset, data)
         copy_memory(ptr, data.ctypes.data, size, self._device)
         reach("follow.landed")

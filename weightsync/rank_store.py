@@ -1,7 +1,7 @@
 """What one rank of an engine takes from a store of versions, and how a delta gets into live weights.
 
 Everything is read, decoded and compared while the engine generates: the digest of *every* tensor that
-the rank holds, changed or not, as it will be. Only then may :class:`DeltaApply` write, under a pause.
+the rank holds, changed or not, as it will be. Only then may ``rank_apply.py`` write, under a pause.
 Full versions land like any other update, in the staging copy or in the slots.
 """
 
@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from weightsync.codec import block_digests
+from weightsync.codec.spans import Bytes
 from weightsync.config import DecodePlace, decode_place
 from weightsync.coverage import SlotIndex
 from weightsync.deadline import Deadline
@@ -26,8 +27,8 @@ from weightsync.device_delta import (
     LiveDigests,
     decode_there,
 )
-from weightsync.device_patch import DecodedWrite, DevicePatch, DeviceWrite
-from weightsync.device_tables import CPU, synchronize
+from weightsync.device_patch import DecodedWrite, DeviceWrite
+from weightsync.device_tables import CPU, HostBuffer, synchronize
 from weightsync.digest import DigestPart, DigestTable
 from weightsync.errors import (
     ConfigError,
@@ -36,7 +37,6 @@ from weightsync.errors import (
     MissingNameError,
     ShapeMismatchError,
 )
-from weightsync.faults import reach
 from weightsync.kept import Kept
 from weightsync.layout import Layout
 from weightsync.live_tensor import LiveTensor, Write, live_part
@@ -72,6 +72,14 @@ class Fetched:
             self.decoded.close()
 
 
+@dataclass(frozen=True, eq=False)
+class _Match:
+    """Where the tensors of a store live here: as in :class:`Fetched`, and by name what is coded as one."""
+
+    parts: dict[str, tuple[TensorMeta, tuple[tuple[int, int], ...]]]
+    lives: dict[str, list[LiveTensor | None]]
+
+
 class RankStore:
     """Of one rank: ``slots`` are its live affine boxes."""
 
@@ -81,6 +89,9 @@ class RankStore:
         self._layout, self._index, self._slots = layout, index, slots
         self._device, self._threads = device, num_threads
         self._decodes_at = DecodePlace.HOST if device == CPU else decode_place()
+        self._buffer = HostBuffer(0, device)
+        self._tables: Kept[tuple[Any, ...], DigestTable] = Kept(2)
+        self._matches: Kept[tuple[Any, ...], _Match] = Kept(2)
         self._live_digests: Kept[tuple[tuple[str, int], ...], LiveDigests] = Kept(2)
 
     # --- full versions ------------------------------------------------------------------------------
@@ -116,12 +127,14 @@ class RankStore:
         start_s = time.perf_counter()
         chain = open_chain(source)
         opened_s = time.perf_counter()
-        fetched = self._fetched(chain)
+        key = tuple((tensor.meta, tensor.boxes) for tensor in chain.tensors())
+        match = self._matches.get(key, lambda: self._match(chain))
+        fetched = Fetched(match.parts)
         mine: list[tuple[ChainTensor, LiveTensor, str]] = []
         for tensor in chain.tensors():
             name = tensor.meta.name
-            if name in fetched.parts:
-                found, fetched.digests[name] = self._live_parts(tensor, fetched.parts[name][1])
+            if name in match.parts:
+                found, fetched.digests[name] = _live_parts(tensor, match.lives[name])
                 mine += [(part, live, name) for part, live in found]
         synchronize(self._device)
         fetched.seconds["fetch_open"] = opened_s - start_s
@@ -167,7 +180,7 @@ class RankStore:
         with ThreadPoolExecutor(1, "weightsync-digest") as pool:  # while files are read
             live_digests = pool.submit(table.compute, self._threads)
             steps = [mine[i][0].steps[0] for i in here if mine[i][0].steps]
-            buffer, records = read_records(steps, self._threads)
+            buffer, records = read_records(steps, self._threads, self._room)
             read_s = time.perf_counter()
             digests = live_digests.result()
         deadline.check()
@@ -205,11 +218,28 @@ class RankStore:
                 touched[name] = None
         fetched.touched = list(touched)
 
-    def _live_parts(
+    def _room(self, num_bytes: int) -> Bytes:
+        """Memory for the records of one delta, kept for the next: pinning takes longer than reading."""
+        if self._buffer.num_bytes < num_bytes:
+            self._buffer.close()
+            self._buffer = HostBuffer(num_bytes + num_bytes // 4, self._device)
+        return self._buffer.data[:num_bytes]
+
+    def _match(self, chain: Chain) -> _Match:
+        """Where what the deltas of a way speak of lives: as :meth:`_fetched`, and raises
+        :class:`ConfigError` where no delta can be applied."""
+        parts = self._fetched(chain).parts
+        lives = {
+            tensor.meta.name: self._lives(tensor, parts[tensor.meta.name][1])
+            for tensor in chain.tensors()
+            if tensor.meta.name in parts
+        }
+        return _Match(parts, lives)
+
+    def _lives(
         self, tensor: ChainTensor, keys: Sequence[tuple[int, int]]
-    ) -> tuple[list[tuple[ChainTensor, LiveTensor]], int]:
-        """What of a tensor is coded as one, where this rank holds it, and what that will add up to in
-        the tensor's digest. Raises :class:`ConfigError` where no delta can be applied."""
+    ) -> list[LiveTensor | None]:
+        """Of what is coded as one, in turn, where this rank holds it; None: of other ranks."""
         name = tensor.meta.name
         if any(key not in self._slots for key in keys):
             raise ConfigError(
@@ -217,27 +247,22 @@ class RankStore:
                 "delta can be applied to it; take full versions"
             )
         spots = [self._slots[key] for key in keys]
-        found: list[tuple[ChainTensor, LiveTensor]] = []
-        shares = tensor.shares or (tensor.digest or 0,)
-        total = 0
-        for (box, part), share in zip(tensor.parts(), shares, strict=True):
+        found: list[LiveTensor | None] = []
+        for box, part in tensor.parts():
             live = live_part(part.meta, box, spots, self._device)
-            if not live.spots:
-                continue  # of other ranks, or nothing at all
-            if not live.is_whole:
+            if live.spots and not live.is_whole:
                 raise ConfigError(
                     f"{name!r} is cut over ranks of this engine, and a delta needs all old values of "
                     f"{_what_is_coded(tensor)}; take full versions, or let the trainer publish pieces "
                     "that the ranks hold whole (option cut)"
                 )
-            if self._device != CPU and not live.is_dense:
+            if live.spots and self._device != CPU and not live.is_dense:
                 raise ConfigError(
                     f"{part.meta.name!r} is not dense in the memory of {self._device}; take full "
                     "versions"
                 )
-            found.append((part, live))
-            total += share
-        return found, total % (1 << 64)
+            found.append(live if live.spots else None)
+        return found
 
     def _on_each(self, items: Sequence[T], act: Callable[[T], R]) -> Iterator[R]:
         if self._threads <= 1 or len(items) <= 1:
@@ -296,6 +321,12 @@ class RankStore:
                     )
         return DigestTable(parts, self._device)
 
+    def live_table(self, fetched: Fetched, names: Sequence[str] | None) -> DigestTable:
+        """The same of what lives; kept, as the next delta mostly touches the same tensors."""
+        wanted = tuple(fetched.parts if names is None else names)
+        key = tuple((name, fetched.parts[name][0]) for name in wanted)
+        return self._tables.get(key, lambda: self.digest_table(fetched, self._slots, wanted))
+
     def compare(self, fetched: Fetched, found: Mapping[str, int], what: str) -> None:
         """Digests by the store's names against those expected."""
         wrong = [name for name, digest in found.items() if fetched.digests[name] != digest]
@@ -315,85 +346,19 @@ class RankStore:
         }
 
 
-class DeltaApply:
-    """The writes of a delta, put under a pause and taken back if anything fails.
-
-    On a device they are uploaded here, while the engine generates; put and check are a launch each.
-    """
-
-    def __init__(self, fetched: Fetched, device: str, num_threads: int) -> None:
-        self._pool = ThreadPoolExecutor(num_threads, "weightsync-scatter")
-        self._is_begun = False
-        self._patch: DevicePatch | None = None
-        self._writes = [w for w in fetched.writes if isinstance(w, Write)]
-        if self._writes:  # its threads are there before the engine pauses
-            list(self._pool.map(time.sleep, [0.001] * num_threads))
-        self._fetched = fetched  # whose memory the patch reads
-        on_device = [w for w in fetched.writes if isinstance(w, DeviceWrite | DecodedWrite)]
-        start_s = time.perf_counter()
-        if device != CPU or on_device:
-            try:
-                self._patch = DevicePatch(on_device, device)
-            except BaseException:
-                fetched.close()
-                raise
-        fetched.writes = []
-        fetched.seconds["fetch_patch"] = time.perf_counter() - start_s
-
-    def put(self) -> None:
-        """Write everything, then read every written element back. Raises :class:`IntegrityError`."""
-        self._is_begun = True
-        if self._patch is not None:
-            reach("engine.half_placed")
-            self._patch.put()
-            self._patch.check()
-            return
-        half = len(self._writes) // 2
-        _all(self._pool, _put_and_check, self._writes[:half])
-        reach("engine.half_placed")
-        _all(self._pool, _put_and_check, self._writes[half:])
-
-    def take_back(self) -> bool:
-        """Restore what was overwritten; whether there was anything. Raises :class:`IntegrityError`
-        if live memory does not hold it afterwards."""
-        if not self._is_begun:
-            return False
-        if self._patch is not None:
-            self._patch.take_back()
-        for write in reversed(self._writes):
-            write.take_back()
-        self._is_begun = False
-        return True
-
-    def close(self) -> None:
-        """Nothing can be taken back any more."""
-        self._pool.shutdown(wait=False)
-        if self._patch is not None:
-            self._patch.close()
-        self._fetched.close()
-        self._writes = []
-
-
-def _put_and_check(write: Write) -> None:
-    """At once, while its cache lines are here."""
-    write.put()
-    write.check()
-
-
-def _all(pool: ThreadPoolExecutor, act: Callable[[Write], None], writes: Sequence[Write]) -> None:
-    """On all of them, in batches: when this returns or raises, none of it runs any more."""
-    size = max(1, len(writes) // 64)
-    batches = [writes[i : i + size] for i in range(0, len(writes), size)]
-
-    def run(batch: Sequence[Write]) -> None:
-        for write in batch:
-            act(write)
-
-    futures = [pool.submit(run, batch) for batch in batches]
-    errors = [future.exception() for future in futures]
-    for error in errors:
-        if error is not None:
-            raise error
+def _live_parts(
+    tensor: ChainTensor, lives: Sequence[LiveTensor | None]
+) -> tuple[list[tuple[ChainTensor, LiveTensor]], int]:
+    """What of a tensor is coded as one and where it lives, and what that will add up to in the tensor's
+    digest."""
+    shares = tensor.shares or (tensor.digest or 0,)
+    found = [
+        (part, live, share)
+        for (_, part), share, live in zip(tensor.parts(), shares, lives, strict=True)
+        if live is not None  # of other ranks, or nothing at all
+    ]
+    total = sum(share for _, _, share in found)
+    return [(part, live) for part, live, _ in found], total % (1 << 64)
 
 
 def _what_is_coded(tensor: ChainTensor) -> str:

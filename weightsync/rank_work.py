@@ -38,10 +38,11 @@ from weightsync.kept import Kept
 from weightsync.layout import Layout
 from weightsync.manifest import Manifest
 from weightsync.plan import RefitPlan
+from weightsync.rank_apply import DeltaApply
 from weightsync.rank_digests import RankDigests
 from weightsync.rank_moves import RankMoves
 from weightsync.rank_session import OpenSession, ReceiverHooks, SessionStats, Staging
-from weightsync.rank_store import DeltaApply, RankStore
+from weightsync.rank_store import RankStore
 from weightsync.session import Job, JobDone, SessionSpec, StartJob, Version
 from weightsync.transports.base import TargetEndpoint
 from weightsync.types import PauseMode, Placement, RegionAddress, TensorMeta, VerifyMode
@@ -243,8 +244,7 @@ class RankWork:
                 self._store.check(opened.fetched, landed, "what landed")
         if opened.is_read_back and not opened.is_in_place:
             touched = None if opened.delta is None else opened.fetched.touched
-            table = self._store.digest_table(opened.fetched, self._slots, touched)
-            opened.fetched.read_back = table
+            opened.fetched.read_back = self._store.live_table(opened.fetched, touched)
         self._adapter.prepare()
         self._hooks.on_prepare(opened.spec)
         reach("engine.prepared")

@@ -17,6 +17,9 @@ void bind_cuda_memory(py::module_& module) {
     });
     module.def("cuda_malloc", &cuda_malloc, py::arg("num_bytes"), py::arg("device"), released());
     module.def("cuda_free", &cuda_free, py::arg("ptr"), py::arg("device"), released());
+    module.def("cuda_malloc_host", &cuda_malloc_host, py::arg("num_bytes"), py::arg("device"),
+               released());
+    module.def("cuda_free_host", &cuda_free_host, py::arg("ptr"), py::arg("device"), released());
     module.def("cuda_free_bytes", &cuda_free_bytes, py::arg("device"), released());
     module.def("cuda_current_device", &cuda_current_device);
     module.def("cuda_use_device", &cuda_use_device, py::arg("device"), released());

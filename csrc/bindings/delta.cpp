@@ -79,10 +79,11 @@ class DeltaEncoder {
         if (device >= 0) cuda_ = std::make_unique<CudaDeltaEncoder>(device);
     }
     std::int64_t run(std::uintptr_t rows_ptr, std::int64_t num_rows, std::uintptr_t digests_ptr,
-                     std::uintptr_t stream, int num_threads) {
+                     std::uintptr_t stream, std::uintptr_t sample_stream, int num_threads) {
         batch_ = delta_batch(pointer<const DeltaSpanRow>(rows_ptr), num_rows);
         if (cuda_ != nullptr) {
-            cuda_->run(&batch_, pointer<const std::uint64_t>(digests_ptr), stream, num_threads);
+            cuda_->run(&batch_, pointer<const std::uint64_t>(digests_ptr), stream, sample_stream,
+                       num_threads);
         } else {
             arena_.clear();
             run_delta_batch(&batch_, pointer<const std::uint64_t>(digests_ptr), capacity_,
@@ -182,8 +183,8 @@ void bind_encoder(py::module_& module) {
     py::class_<DeltaEncoder>(module, "DeltaEncoder", plain_metaclass())
         .def(py::init<int, std::uint32_t>(), py::arg("device"), py::arg("capacity") = 288)
         .def("run", &DeltaEncoder::run, py::arg("rows_ptr"), py::arg("num_rows"),
-             py::arg("digests_ptr"), py::arg("stream"), py::arg("num_threads"),
-             py::call_guard<py::gil_scoped_release>())
+             py::arg("digests_ptr"), py::arg("stream"), py::arg("sample_stream"),
+             py::arg("num_threads"), py::call_guard<py::gil_scoped_release>())
         .def("outcomes", &DeltaEncoder::outcomes, py::arg("out_ptr"))
         .def("write", &DeltaEncoder::write, py::arg("payload_ptr"), py::arg("digests_ptr"),
              py::arg("num_threads"), py::call_guard<py::gil_scoped_release>())

@@ -29,20 +29,18 @@ struct Shared {
     __align__(8) unsigned char parameters[sizeof(DeltaParameters)];
 };
 
-// `act(first element, vector, counts of the lanes before)` for a warp's vectors; `at_row(row,
-// counts)` behind each row, in every lane.
-template <DeltaKind kind, bool has_byte_keys, typename Act, typename AtRow>
+// `act(first element, what a lane has, counts of its keys, row)` for a warp's rows, by all lanes.
+template <DeltaKind kind, bool has_byte_keys, typename Act>
 __device__ __forceinline__ void for_rows_by(const DeltaEmit<kind>& emit, std::uint32_t warp,
-                                            std::uint32_t lane, const Act& act,
-                                            const AtRow& at_row) {
+                                            std::uint32_t lane, const Act& act) {
     using Vector = DeltaVector<kind>;
-    constexpr std::uint32_t unroll = 2;
+    constexpr std::uint32_t unroll = 2 / Vector::vectors;
     const int num_thresholds = emit.parameters->num_thresholds;
     const std::uint32_t size = emit.place.size;
     for (std::uint32_t r = 0; r < Vector::rows; r += unroll) {
         const std::uint32_t start = warp * kDeltaWarpElements + r * Vector::row_elements;
         if (start >= size) break;
-        Vec16 old[unroll];
+        typename Vector::Lane old[unroll];
 #pragma unroll
         for (std::uint32_t u = 0; u < unroll; ++u) {
             old[u] = Vector::read(emit.place.old,
@@ -52,21 +50,18 @@ __device__ __forceinline__ void for_rows_by(const DeltaEmit<kind>& emit, std::ui
         for (std::uint32_t u = 0; u < unroll; ++u) {
             const DeltaCounts own =
                 delta_count<kind, has_byte_keys>(old[u], 0, emit.cuts, num_thresholds);
-            DeltaCounts total;
-            const DeltaCounts before = scan_counts(own, num_thresholds > 2, lane, &total);
-            act(start + u * Vector::row_elements + lane * Vector::elements, old[u], before);
-            at_row(r + u, total);
+            act(start + u * Vector::row_elements + lane * Vector::elements, old[u], own, r + u);
         }
     }
 }
 
-template <DeltaKind kind, typename Act, typename AtRow>
+template <DeltaKind kind, typename Act>
 __device__ __forceinline__ void for_rows(const DeltaEmit<kind>& emit, std::uint32_t warp,
-                                         std::uint32_t lane, const Act& act, const AtRow& at_row) {
+                                         std::uint32_t lane, const Act& act) {
     if (kind == DeltaKind::float16 && delta_has_byte_keys<kind>(*emit.parameters)) {
-        for_rows_by<kind, kind == DeltaKind::float16>(emit, warp, lane, act, at_row);
+        for_rows_by<kind, kind == DeltaKind::float16>(emit, warp, lane, act);
     } else {
-        for_rows_by<kind, false>(emit, warp, lane, act, at_row);
+        for_rows_by<kind, false>(emit, warp, lane, act);
     }
 }
 
@@ -75,15 +70,14 @@ __device__ __forceinline__ void count_keys(const DeltaEmit<kind>& emit, DeltaDec
                                            std::uint32_t warp, std::uint32_t lane) {
     std::uint32_t running[kDeltaThresholds + 1] = {};
     for_rows<kind>(
-        emit, warp, lane, [](std::uint32_t, const Vec16&, const DeltaCounts&) {},
-        [&](std::uint32_t r, const DeltaCounts& row) {
+        emit, warp, lane, [&](std::uint32_t, const auto&, const DeltaCounts& own, std::uint32_t r) {
             if (lane == 0) {
 #pragma unroll
                 for (int t = 0; t < kDeltaThresholds; ++t) {
                     block->starts[warp][r].reached[t] = static_cast<std::uint16_t>(running[t]);
                 }
             }
-            delta_add_row(row, running);
+            delta_add_row(sum_counts(own), running);
         });
     if (lane == 0) {
 #pragma unroll
@@ -175,13 +169,16 @@ __global__ __launch_bounds__(kDeltaThreads) void decode_kernel(Launch launch) {
     }
     if (__syncthreads_or(is_full ? 1 : 0) != 0) return;
     emit.out = shared.out;
+    const bool has_high = parameters.num_thresholds > 2;
+    for_rows<kind>(emit, warp, lane,
+                   [&](std::uint32_t at, const auto& old, const DeltaCounts& own, std::uint32_t) {
+                       DeltaCounts total;
+                       emit.find(old, at, own, scan_counts(own, has_high, lane, &total));
+                   });
+    __syncthreads();
+    if (__syncthreads_or(thread == 0 && !delta_all_found(&block, state) ? 1 : 0) != 0) return;
     std::uint64_t sum = 0;
-    for_rows<kind>(
-        emit, warp, lane,
-        [&](std::uint32_t at, const Vec16& old, const DeltaCounts& before) {
-            sum += emit.run(old, at, before);
-        },
-        [](std::uint32_t, const DeltaCounts&) {});
+    for (std::uint32_t k = thread; k < block.num_changed; k += kDeltaThreads) sum += emit.put(k);
     sum = cuda::warp_sum(sum);
     if (lane == 0) atomicAdd(&shared.digest, static_cast<unsigned long long>(sum));
     __syncthreads();

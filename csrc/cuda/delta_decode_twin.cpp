@@ -28,8 +28,10 @@ class DecodeTwin {
             return;
         }
         if (!delta_take_output(row, block_.num_changed, state, &emit_.out)) return;
+        for (std::uint32_t warp = 0; warp < kDeltaWarps; ++warp) find(warp);
+        if (!delta_all_found(&block_, state)) return;
         std::uint64_t sum = 0;
-        for (std::uint32_t warp = 0; warp < kDeltaWarps; ++warp) sum += emit(warp);
+        for (std::uint32_t k = 0; k < block_.num_changed; ++k) sum += emit_.put(k);
         delta_end_block(unit_, sum, block_.state, state, digest);
     }
 
@@ -66,8 +68,8 @@ class DecodeTwin {
         return block_.state == 0;
     }
 
-    // `act(first element, vector, counts of the lanes before)` for every vector of a warp;
-    // `at_row(row, counts)` behind each row.
+    // `act(first element, what a lane has, its counts, those of the lanes before)` for every lane
+    // of a warp; `at_row(row, counts)` behind each row.
     template <typename Act, typename AtRow>
     void rows(std::uint32_t warp, const Act& act, const AtRow& at_row) {
         for (std::uint32_t r = 0; r < Vector::rows; ++r) {
@@ -76,9 +78,10 @@ class DecodeTwin {
             DeltaCounts before{0, 0};
             for (std::uint32_t lane = 0; lane < kWarpLanes; ++lane) {
                 const std::uint32_t at = first + lane * Vector::elements;
-                const Vec16 old = Vector::read(emit_.place.old, at, emit_.place.size);
-                act(at, old, before);
+                const typename Vector::Lane old =
+                    Vector::read(emit_.place.old, at, emit_.place.size);
                 const DeltaCounts own = delta_count_any<kind>(old, 0, emit_.cuts, parameters_);
+                act(at, old, own, before);
                 before.low += own.low;
                 before.high += own.high;
             }
@@ -89,7 +92,9 @@ class DecodeTwin {
     void count(std::uint32_t warp) {
         std::uint32_t running[kDeltaThresholds + 1] = {};
         rows(
-            warp, [](std::uint32_t, const Vec16&, const DeltaCounts&) {},
+            warp,
+            [](std::uint32_t, const typename Vector::Lane&, const DeltaCounts&,
+               const DeltaCounts&) {},
             [&](std::uint32_t r, const DeltaCounts& row) {
                 for (int t = 0; t < kDeltaThresholds; ++t) {
                     block_.starts[warp][r].reached[t] = static_cast<std::uint16_t>(running[t]);
@@ -99,15 +104,12 @@ class DecodeTwin {
         std::copy(running, running + kDeltaThresholds, block_.totals[warp]);
     }
 
-    std::uint64_t emit(std::uint32_t warp) {
-        std::uint64_t sum = 0;
+    void find(std::uint32_t warp) {
         rows(
             warp,
-            [&](std::uint32_t at, const Vec16& old, const DeltaCounts& before) {
-                sum += emit_.run(old, at, before);
-            },
+            [&](std::uint32_t at, const typename Vector::Lane& old, const DeltaCounts& own,
+                const DeltaCounts& before) { emit_.find(old, at, own, before); },
             [](std::uint32_t, const DeltaCounts&) {});
-        return sum;
     }
 
     SoloTeam team_;

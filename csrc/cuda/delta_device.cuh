@@ -79,6 +79,11 @@ __device__ __forceinline__ DeltaCounts scan_counts(const DeltaCounts& own, bool 
     return {upto.low - own.low, upto.high - own.high};
 }
 
+// Counts of all lanes.
+__device__ __forceinline__ DeltaCounts sum_counts(const DeltaCounts& own) {
+    return {__reduce_add_sync(kFull, own.low), __reduce_add_sync(kFull, own.high)};
+}
+
 }  // namespace lanes
 
 inline double now_s() {
@@ -93,10 +98,11 @@ class PinnedBytes {
     unsigned char* fit(std::size_t bytes, int device) {
         if (bytes <= size_) return ptr_;
         close(device);
+        const std::size_t room = bytes + bytes / 4;  // pinning takes longer than what it is for
         void* memory = nullptr;
-        cuda::check(cudaMallocHost(&memory, bytes), "cudaMallocHost", device);
+        cuda::check(cudaMallocHost(&memory, room), "cudaMallocHost", device);
         ptr_ = static_cast<unsigned char*>(memory);
-        size_ = bytes;
+        size_ = room;
         return ptr_;
     }
     void close(int device) {

@@ -44,14 +44,14 @@ __device__ __forceinline__ void look_at(const DeltaBlockPlace& block, const Delt
                                         DeltaBlockCounts* counts, std::uint32_t warp,
                                         std::uint32_t lane) {
     using Vector = DeltaVector<kind>;
-    constexpr std::uint32_t unroll = 2;
+    constexpr std::uint32_t unroll = 2 / Vector::vectors;
     std::uint32_t running[kDeltaThresholds + 1] = {};
     const std::uint32_t begin = warp * kDeltaWarpElements;
     for (std::uint32_t r = 0; r < Vector::rows; r += unroll) {
         const std::uint32_t start = begin + r * Vector::row_elements;
         if (start >= block.size) break;
-        Vec16 old[unroll];
-        Vec16 current[unroll];
+        typename Vector::Lane old[unroll];
+        typename Vector::Lane current[unroll];
 #pragma unroll
         for (std::uint32_t u = 0; u < unroll; ++u) {
             const std::uint32_t at = start + u * Vector::row_elements + lane * Vector::elements;
@@ -72,7 +72,7 @@ __device__ __forceinline__ void look_at(const DeltaBlockPlace& block, const Delt
                     counts->starts[warp][r + u].reached[t] = static_cast<std::uint16_t>(running[t]);
                 }
             }
-            delta_stage_vector(stage, warp, at, changed, before, running[kDeltaThresholds]);
+            delta_stage_lane(stage, warp, at, changed, before, running[kDeltaThresholds]);
             delta_add_row(total, running);
         }
     }
@@ -140,7 +140,7 @@ __device__ __forceinline__ void encode_block(const Launch& launch, const DeltaBl
     if (thread < kDeltaClasses) counts.class_changes[thread] = 0;
     if (thread == 0) shared->digest = 0;
     __syncthreads();
-    const DeltaBlockPlace block = delta_block_place(row, unit.block);
+    const DeltaBlockPlace block = delta_place_of<kind>(row, row.new_ptr, unit.block);
     const DeltaCuts cuts = delta_cuts<kind>(*parameters);
     if (thread == 0) shared->cuts = cuts;
     look<kind>(block, stage, cuts, *parameters, &counts, warp, lane);
@@ -407,12 +407,12 @@ CudaDeltaEncoder::CudaDeltaEncoder(int device) : state_(new State{}) {
 CudaDeltaEncoder::~CudaDeltaEncoder() = default;
 
 void CudaDeltaEncoder::run(DeltaBatch* batch, const std::uint64_t* digests, std::uintptr_t stream,
-                           int num_threads) {
+                           std::uintptr_t sample_stream, int num_threads) {
     State& s = *state_;
     s.seconds.assign(4, 0);
     if (batch->rows.empty()) return;
     const cuda::DeviceScope scope(s.device);
-    s.stream = cuda::as_stream(stream);
+    s.stream = cuda::as_stream(sample_stream);
     double start_s = now_s();
     const auto lap = [&](std::size_t part) {
         const double end_s = now_s();
@@ -430,6 +430,7 @@ void CudaDeltaEncoder::run(DeltaBatch* batch, const std::uint64_t* digests, std:
                        reinterpret_cast<DeltaSampleCounts*>(s.pinned_samples.fit(0, s.device)),
                        num_threads);
     lap(1);
+    s.stream = cuda::as_stream(stream);  // what was uploaded is there: the sample was waited for
     launch.parameters = s.upload(&s.parameters, batch->parameters);
     launch.results = fit(&s.results, blocks, s.device);
     launch.arena_used = fit(&s.arena_used, 1, s.device);

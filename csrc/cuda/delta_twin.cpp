@@ -58,10 +58,10 @@ class BlockTwin {
             DeltaCounts before{0, 0};
             for (std::uint32_t lane = 0; lane < kWarpLanes; ++lane) {
                 const std::uint32_t at = first + lane * Vector::elements;
-                const Vec16 old = Vector::read(block_.old, at, block_.size);
-                const Vec16 current = Vector::read(block_.current, at, block_.size);
+                const typename Vector::Lane old = Vector::read(block_.old, at, block_.size);
+                const typename Vector::Lane current = Vector::read(block_.current, at, block_.size);
                 const std::uint32_t changed = Vector::changed_mask(old, current);
-                delta_stage_vector(stage_, warp, at, changed, before, running[kDeltaThresholds]);
+                delta_stage_lane(stage_, warp, at, changed, before, running[kDeltaThresholds]);
                 const DeltaCounts own = delta_count_any<kind>(old, changed, cuts_, parameters_);
                 before.low += own.low;
                 before.high += own.high;
@@ -118,7 +118,8 @@ template <DeltaKind kind>
 void run_kind(DeltaBatch* batch, const std::uint64_t* digests, std::uint32_t capacity,
               std::vector<unsigned char>* arena) {
     for (const DeltaBlockUnit& unit : delta_units(*batch, kind)) {
-        const DeltaBlockPlace block = delta_block_place(batch->rows[unit.row], unit.block);
+        const DeltaSpanRow& row = batch->rows[unit.row];
+        const DeltaBlockPlace block = delta_place_of<kind>(row, row.new_ptr, unit.block);
         const auto at = static_cast<std::size_t>(batch->first_block[unit.row]) + unit.block;
         DeltaBlockResult* result = &batch->results[at];
         const DeltaParameters& parameters = batch->parameters[unit.row];

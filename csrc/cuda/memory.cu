@@ -40,6 +40,17 @@ void cuda_free(std::uint64_t ptr, int device) {
     --cuda::num_allocations;
 }
 
+std::uint64_t cuda_malloc_host(std::uint64_t num_bytes, int device) {
+    const DeviceScope scope(checked_device(device));
+    void* memory = nullptr;
+    check(cudaMallocHost(&memory, num_bytes), "cudaMallocHost", device);
+    return as_address(memory);
+}
+
+void cuda_free_host(std::uint64_t ptr, int device) {
+    check(cudaFreeHost(as_pointer(ptr)), "cudaFreeHost", device);
+}
+
 CudaHeld cuda_held() { return {cuda::num_allocations.load(), cuda::num_mappings.load()}; }
 
 std::uint64_t cuda_free_bytes(int device) {

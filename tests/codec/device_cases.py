@@ -84,11 +84,13 @@ def any_bits(dtype: str) -> Pair:
     return old, new
 
 
-def adam_step() -> Pair:
-    """Whether an element changes depends on its exponent: classes are made."""
+def adam_step(octaves: int = 0) -> Pair:
+    """Whether an element changes depends on its exponent: classes are made. Of weights that are larger
+    by so many octaves: from some on, keys do not fit 7 bits."""
     old = weights("bfloat16", SPAN, 13)
     random = np.random.default_rng(14)
     values = (old.astype(np.uint32) << 16).view(np.float32)
     p = np.minimum(1, 2e-5 / (np.abs(values) + 1e-9))
     mask = random.random(old.size) < p
+    old = np.where(old & 0x7FFF, old + (octaves << 7), old).astype(np.uint16)
     return old, np.where(mask, old ^ np.uint16(1), old).astype(np.uint16)

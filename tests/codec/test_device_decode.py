@@ -136,8 +136,9 @@ def test_crowds(where: str, device: str) -> None:
     assert check("bfloat16", old, new, device) == [Outcome.DECODED]
 
 
-def test_a_step_of_adam_in_exponents(device: str) -> None:
-    assert check("bfloat16", *adam_step(), device) == [Outcome.DECODED]
+@pytest.mark.parametrize("octaves", [0, 10, 60])
+def test_a_step_of_adam_in_exponents(octaves: int, device: str) -> None:
+    assert check("bfloat16", *adam_step(octaves), device) == [Outcome.DECODED]
 
 
 def test_what_the_host_must_decode(device: str) -> None:

@@ -127,8 +127,15 @@ def test_what_the_host_must_code(device: str) -> None:
     assert check("bfloat16", old, half, device) == [Outcome.DENSE_SPAN]
 
 
-def test_a_step_of_adam_in_exponents(device: str) -> None:
-    assert check("bfloat16", *adam_step(), device) == [Outcome.CODED]
+@pytest.mark.parametrize("octaves", [0, 10, 60])
+def test_a_step_of_adam_in_exponents(octaves: int, device: str) -> None:
+    old, new = adam_step(octaves)
+    assert check("bfloat16", old, new, device) == [Outcome.CODED]
+    meta = meta_of(flat(old), "bfloat16")
+    ((_, record),) = encode_tensor(meta, flat(old), flat(new), block_digests(meta, flat(old)))
+    reached = [threshold >= 128 for threshold in record[64 : 64 + record[6]]]
+    assert len(reached) >= 2
+    assert (any(reached), all(reached)) == (octaves > 0, octaves == 60)
 
 
 def test_addresses_are_checked(device: str) -> None:
@@ -143,3 +150,34 @@ def test_addresses_are_checked(device: str) -> None:
         )
     encoder.close()
     held.close()
+
+
+def test_chunks_make_no_difference(device: str) -> None:
+    """Spans of several tensors, two at a time on two cores, and all at once."""
+    sizes = [70_000, 64, BLOCK, 5, 3 * BLOCK + 1, 900, 40_000]
+    olds = [weights("bfloat16", n, n) for n in sizes]
+    held = [(Held(flat(old), device), Held(flat(stepped(old, 0.01, 3)), device)) for old in olds]
+    metas = [meta_of(flat(old), "bfloat16") for old in olds]
+    places = [place for meta in metas for place in spans_of(meta)]
+    found = []
+    for chunk_spans in (2, 512):
+        encoder = SpanEncoder(device, chunk_spans=chunk_spans)
+        parts = [block_digests(m, flat(o)) for m, o in zip(metas, olds, strict=True)]
+        spans = DeviceSpans(
+            places, [a.ptr for a, _ in held], [b.ptr for _, b in held], np.concatenate(parts)
+        )
+        for _ in range(2):  # the second time in memory of the first
+            spans.digests[:] = np.concatenate(parts)
+            results = encoder.encode(spans, num_threads=2)
+            found.append(
+                ([(o, None if r is None else bytes(r)) for o, r in results], spans.digests.copy())
+            )
+            encoder.recycle(encoder.payload)
+        encoder.close()
+    assert any(record is not None for _, record in found[0][0])
+    for results_, digests in found[1:]:
+        assert results_ == found[0][0]
+        assert (digests == found[0][1]).all()
+    for pair in held:
+        for memory in pair:
+            memory.close()

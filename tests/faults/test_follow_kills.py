@@ -19,7 +19,7 @@ from processes import ChildEnded
 from store.helpers import RUN, arrays, held_arrays
 
 from engine_adapter.fake import FakeEngine
-from weightsync import rank_landing, rank_store, rank_work
+from weightsync import rank_apply, rank_landing, rank_work
 from weightsync.errors import TaintedError, WeightSyncError
 from weightsync.faults import FAULT_POINTS
 from weightsync.receiver import Receiver
@@ -158,7 +158,7 @@ def fails_at(monkeypatch: pytest.MonkeyPatch, point: str) -> None:
             raise WeightSyncError(f"failed at {point}")
 
     monkeypatch.setattr(rank_work, "reach", reach)
-    monkeypatch.setattr(rank_store, "reach", reach)
+    monkeypatch.setattr(rank_apply, "reach", reach)
     monkeypatch.setattr(rank_landing, "reach", reach)
 
 

@@ -102,12 +102,13 @@ class DecodedSpans:
 
 
 class SpanDecoder:
-    """Decodes spans on ``device``; on the CPU the same code runs over memory of this process, for tests."""
+    """Decodes spans on ``device``, on one of its streams (``lane``); on the CPU the same code runs over
+    memory of this process, for tests."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, lane: int = 0) -> None:
         self._device = device
         index = -1 if device == CPU else cuda_index(device)
-        self._stream = 0 if device == CPU else stream_of(index)
+        self._stream = 0 if device == CPU else stream_of(index, lane)
         with cuda_errors(device):
             self._core: Any = native.extension.DeltaDecoder(index)
         self._upload_s = 0.0

@@ -6,10 +6,15 @@ The bytes are those of :func:`weightsync.codec.encode_span`. What a device canno
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from itertools import accumulate
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +43,18 @@ class Outcome(Enum):
 
 
 _OUTCOMES = tuple(Outcome)
+#: Streams of the device that each core runs on, and samples: not lane 0, where others work.
+_LANES: Final = ((8, 12), (9, 13))
+_PARTS: Final = ("sample_s", "choice_s", "blocks_s", "copy_s")
+
+
+@dataclass(eq=False)
+class _Core:
+    """One native encoder, its streams, and where the time of its last chunk went."""
+
+    native: Any
+    streams: tuple[int, int]
+    seconds: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,19 +71,31 @@ class DeviceSpans:
 
 class SpanEncoder:
     """Codes spans on ``device``; keeps its memory there from call to call: a payload, and 32 bytes a
-    block of 65,536 elements. On the CPU the same code runs over memory of this process, for tests."""
+    block of 65,536 elements. On the CPU the same code runs over memory of this process, for tests.
 
-    def __init__(self, device: str, capacity: int = 288) -> None:
-        self._device = device
+    Many spans are coded ``chunk_spans`` at a time, by two cores in turn: while the host lays out what one
+    has found, the device works for the other.
+    """
+
+    def __init__(self, device: str, capacity: int = 288, chunk_spans: int = 512) -> None:
+        self._device, self._chunk_spans = device, chunk_spans
         index = -1 if device == CPU else cuda_index(device)
-        self._stream = 0 if device == CPU else stream_of(index)
         with cuda_errors(device):
-            self._core: Any = native.extension.DeltaEncoder(index, capacity)
+            self._cores = [
+                _Core(
+                    native.extension.DeltaEncoder(index, capacity),
+                    (0, 0) if device == CPU else (stream_of(index, a), stream_of(index, b, -1)),
+                )
+                for a, b in _LANES
+            ]
         self._places: Sequence[Place] | None = None
         self._table: npt.NDArray[np.uint64] = np.empty((0, 7), dtype=np.uint64)
+        self._blocks: list[int] = [0]
         #: What the records of the last call lie in.
-        self.payload: Bytes = np.empty(0, dtype=np.uint8)
-        self._spare: Bytes = np.empty(0, dtype=np.uint8)
+        self.payload: list[Bytes] = []
+        self._spare: list[Bytes] = []
+        #: Where the time of the last call went; of chunks that overlap, the sum.
+        self.seconds: dict[str, float] = {}
 
     def encode(
         self, spans: DeviceSpans, num_threads: int = 1
@@ -77,23 +106,66 @@ class SpanEncoder:
         :class:`TransportError`.
         """
         rows = self._rows(spans)
-        digests = spans.digests
+        starts = range(0, len(rows), self._chunk_spans)
+        self.payload = [np.empty(0, dtype=np.uint8) for _ in starts]
+        found: list[list[tuple[Outcome, memoryview | None]]] = [[] for _ in starts]
+        seconds: Counter[str] = Counter()
+        lock, left = threading.Lock(), iter(enumerate(starts))
+
+        def work(core: _Core) -> None:
+            while True:
+                with lock:
+                    number, start = next(left, (-1, 0))
+                if number < 0:
+                    return
+                part = rows[start : start + self._chunk_spans]
+                digests = spans.digests[self._blocks[start] : self._blocks[start + len(part)]]
+                found[number] = self._encode_chunk(core, number, part, digests, num_threads)
+                with lock:
+                    seconds.update(core.seconds)
+
         with cuda_errors(self._device):
-            num_bytes = self._core.run(
-                rows.ctypes.data, len(rows), digests.ctypes.data, self._stream, num_threads
-            )
-        payload, self._spare = self._spare, np.empty(0, dtype=np.uint8)
+            if len(starts) <= 1:
+                work(self._cores[0])
+            else:
+                with ThreadPoolExecutor(len(self._cores), "weightsync-code") as pool:
+                    list(pool.map(work, self._cores))
+        self._spare = []
+        self.seconds = dict(seconds)
+        return [one for chunk in found for one in chunk]
+
+    def _encode_chunk(
+        self,
+        core: _Core,
+        number: int,
+        rows: npt.NDArray[np.uint64],
+        digests: Digests,
+        num_threads: int,
+    ) -> list[tuple[Outcome, memoryview | None]]:
+        start_s = time.perf_counter()
+        num_bytes = core.native.run(
+            rows.ctypes.data, len(rows), digests.ctypes.data, *core.streams, num_threads
+        )
+        ran_s = time.perf_counter()
+        payload = self._spare[number] if number < len(self._spare) else self.payload[number]
         if payload.size < num_bytes:  # with room for the next one
             payload = np.empty(num_bytes + num_bytes // 8, dtype=np.uint8)
-        self._core.write(payload.ctypes.data, digests.ctypes.data, num_threads)
-        self.payload, data = payload, payload.data
-        found: list[tuple[Outcome, memoryview | None]] = []
+        core.native.write(payload.ctypes.data, digests.ctypes.data, num_threads)
+        self.payload[number], data = payload, payload.data
+        written_s = time.perf_counter()
         outcomes = np.empty((len(rows), 3), dtype=np.int64)
-        self._core.outcomes(outcomes.ctypes.data)
+        core.native.outcomes(outcomes.ctypes.data)
+        found: list[tuple[Outcome, memoryview | None]] = []
         for code, start, size in outcomes.tolist():
             outcome = _OUTCOMES[code]
             record = data[start : start + size] if outcome is Outcome.CODED else None
             found.append((outcome, record))
+        parts = core.native.seconds()
+        core.seconds = dict(zip(_PARTS, parts, strict=False)) | {
+            "layout_s": ran_s - start_s - sum(parts),
+            "write_s": written_s - ran_s,
+            "list_s": time.perf_counter() - written_s,
+        }
         return found
 
     def _rows(self, spans: DeviceSpans) -> npt.NDArray[np.uint64]:
@@ -104,6 +176,7 @@ class SpanEncoder:
                 [(0, 0, *p.columns) for p in spans.places],
                 dtype=np.uint64,
             ).reshape(-1, 7)
+            self._blocks = [0, *accumulate(p.num_blocks for p in spans.places)]
         if not len(spans.old_ptrs) == len(spans.new_ptrs) == len(self._table):
             raise ValueError(
                 f"{len(self._table)} spans, {len(spans.old_ptrs)} and {len(spans.new_ptrs)} addresses"
@@ -111,18 +184,13 @@ class SpanEncoder:
         self._table[:, 0], self._table[:, 1] = spans.old_ptrs, spans.new_ptrs
         return self._table
 
-    def recycle(self, payload: Bytes) -> None:
+    def recycle(self, payload: list[Bytes]) -> None:
         """Memory of records that nobody looks at any more, for later ones: fresh pages take longer
         than what is written to them."""
         self._spare = payload
 
-    @property
-    def seconds(self) -> dict[str, float]:
-        """Where the time of the last call on a device went."""
-        names = ("sample_s", "choice_s", "blocks_s", "copy_s")
-        return dict(zip(names, self._core.seconds(), strict=False))
-
     def close(self) -> None:
         """Free what lies on the device. Idempotent."""
         with cuda_errors(self._device):
-            self._core.close()
+            for core in self._cores:
+                core.native.close()

@@ -79,8 +79,22 @@ def record_bytes(header: bytes) -> tuple[int, int]:
     if len(header) != HEADER_BYTES:
         raise IntegrityError(f"a record's header of {len(header)} bytes, expected {HEADER_BYTES}")
     h = Header(*_HEADER.unpack(header))
+    return _lengths(h), h.start_element
+
+
+def record_at(data: Bytes, at: int) -> tuple[int, int]:
+    """The same of a record that begins at byte ``at`` of ``data``."""
+    if data.size - at < HEADER_BYTES:
+        raise IntegrityError(
+            f"a record's header of {data.size - at} bytes, expected {HEADER_BYTES}"
+        )
+    fields = _HEADER.unpack_from(data.data, at)
+    return _lengths(Header._make(fields)), fields[5]
+
+
+def _lengths(h: Header) -> int:
     front = HEADER_BYTES + h.num_thresholds + 2 * h.num_typical + h.index_bytes + h.sparse_bytes
-    return (front + 7) // 8 * 8 + (h.dense_bytes + 7) // 8 * 8, h.start_element
+    return (front + 7) // 8 * 8 + (h.dense_bytes + 7) // 8 * 8
 
 
 def seal(front: Bytes, dense: Bytes, element_bytes: int) -> bytes:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 import numpy as np
 
 from weightsync.codec.device_decode import PADDING_BYTES
-from weightsync.codec.record import HEADER_BYTES, record_bytes
+from weightsync.codec.record import record_at
 from weightsync.codec.spans import Bytes, spans_of
 from weightsync.errors import IntegrityError
 from weightsync.native_delta import Place
@@ -26,16 +26,17 @@ Step = tuple[Store, VersionManifest, TensorEntry]
 
 
 def read_records(
-    steps: Sequence[Step], num_threads: int
+    steps: Sequence[Step], num_threads: int, room: Callable[[int], Bytes] | None = None
 ) -> tuple[Bytes, list[list[tuple[Place, Bytes]]]]:
     """The memory that all records lie in, and by step its records: parts of that, unchecked but for
-    where they belong.
+    where they belong. ``room`` gives the memory, uint8 of that size.
 
     Raises :class:`UnavailableError` for a file that is not there, :class:`IntegrityError` for one that
     ends early or holds a record out of place.
     """
     total = sum(entry.num_bytes for _, _, entry in steps)
-    data: Bytes = np.empty(total + PADDING_BYTES, dtype=np.uint8)
+    size = total + PADDING_BYTES
+    data: Bytes = np.empty(size, dtype=np.uint8) if room is None else room(size)
     data[total:] = 0
     pieces: list[tuple[AnyPath, int, Bytes]] = []
     found, start = [], 0
@@ -76,7 +77,7 @@ def records_in(path: AnyPath, meta: TensorMeta, data: Bytes) -> list[tuple[Place
     places = {place.start_element: place for place in spans_of(meta)}
     found, at, last = [], 0, -1
     while at < data.size:
-        num_bytes, start = record_bytes(data[at : at + HEADER_BYTES].tobytes())
+        num_bytes, start = record_at(data, at)
         if num_bytes > data.size - at or start not in places or start <= last:
             raise IntegrityError(f"{path}: {meta.name!r} has a record out of place")
         found.append((places[start], data[at : at + num_bytes]))

@@ -39,23 +39,24 @@ def fold(store: Store, base_version: int, version: int) -> VersionManifest:
     last = chain[-1]
     files = {t.meta.name: t for t in read_tensors(store.payload_path(way[0]))}
     with payload_folder(store, f"v{version:012}-from-{base_version:012}") as folder:
-        writer = RecordWriter(folder, DEFAULT_FILE_BYTES)
         entries = []
-        for entry in last.tensors:
-            tensor = files[entry.meta.name]
-            old: Bytes = np.empty(entry.meta.num_bytes, dtype=np.uint8)
-            read_exactly(store.payload_path(way[0]) / tensor.file, tensor.offset_bytes, old)
-            _advance(store, way[1:], entry.meta, old)
-            new = old.copy()
-            _advance(store, chain, entry.meta, new)
-            entries.append(_folded(writer, entry, old, new))
+        with RecordWriter(folder, DEFAULT_FILE_BYTES) as writer:
+            for entry in last.tensors:
+                tensor = files[entry.meta.name]
+                old: Bytes = np.empty(entry.meta.num_bytes, dtype=np.uint8)
+                read_exactly(store.payload_path(way[0]) / tensor.file, tensor.offset_bytes, old)
+                _advance(store, way[1:], entry.meta, old)
+                new = old.copy()
+                _advance(store, chain, entry.meta, new)
+                entries.append(_folded(writer, entry, old, new))
+            written = writer.finish()
         manifest = VersionManifest(
             run_id=store.run_id,
             kind=VersionKind.FOLD,
             target=last.target,
             base=base.target,
             directory=folder.name,
-            files=writer.finish(),
+            files=written,
             tensors=tuple(entries),
             num_changed=writer.num_changed,
         )

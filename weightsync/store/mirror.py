@@ -14,7 +14,7 @@ from weightsync.codec import encode_span, tensor_digest
 from weightsync.codec.device_encode import DeviceSpans, SpanEncoder
 from weightsync.codec.spans import Bytes, Digests, span_digests, spans_of
 from weightsync.device_delta import LiveDelta, LiveDigests, decode_there
-from weightsync.device_patch import DevicePatch
+from weightsync.device_patch import LANES, DevicePatch, Turn
 from weightsync.device_tables import private_memory, read_bytes, segment_copy
 from weightsync.native_delta import Place
 from weightsync.store.weights import DeviceWeight
@@ -22,6 +22,8 @@ from weightsync.tables import segment_rows, table
 
 _VECTOR_BYTES: Final = 16  # what a device reads at once
 _UNALIGNED: Final = "its address is no multiple of 16"
+
+_NONE: Final[Digests] = np.zeros(0, dtype=np.uint64)
 
 Records = dict[str, list[tuple[Place, bytes | memoryview]]]
 
@@ -33,7 +35,7 @@ class MirrorDelta:
 
     records: Records
     digests: dict[str, Digests]
-    payload: Bytes
+    payload: list[Bytes]
     on_host: Mapping[str, int]
     seconds: Mapping[str, float]
 
@@ -55,6 +57,8 @@ class Mirror:
             name: DeviceWeight(w.meta, self._ptr(name), device, self, w.box_of)
             for name, w in weights.items()
         }
+        self._spans = [(name, place) for name, m in self.metas.items() for place in spans_of(m)]
+        self._places = [place for _, place in self._spans]
         self._digests = LiveDigests([(w.meta, w.ptr) for w in self.weights.values()], device)
         self.seed(weights)
 
@@ -89,37 +93,44 @@ class Mirror:
         num_threads: int,
     ) -> MirrorDelta:
         """What changed since; the mirror stays what it is. ``digests`` are those of its blocks."""
-        found = self._new_digests(digests)
-        spans = [(name, place) for name, m in self.metas.items() for place in spans_of(m)]
-        on_device = [s for s in spans if weights[s[0]].ptr % _VECTOR_BYTES == 0]
-        joined = [span_digests(found[name], place) for name, place in on_device]
+        found = {name: digests[name].copy() for name in self.metas}
+        spans, places = self._spans, self._places
+        unaligned = {name for name, w in weights.items() if w.ptr % _VECTOR_BYTES}
+        if unaligned:
+            spans = [span for span in spans if span[0] not in unaligned]
+            places = [place for _, place in spans]
+        # Spans are all blocks of their tensors, in order.
+        joined = [found[name] for name in self.metas if name not in unaligned]
         asked = DeviceSpans(
-            [place for _, place in on_device],
-            [self._ptr(name) + _start_bytes(place) for name, place in on_device],
-            [weights[name].ptr + _start_bytes(place) for name, place in on_device],
-            np.concatenate(joined) if joined else np.empty(0, dtype=np.uint64),
+            places,
+            [self._ptr(name) + _start_bytes(place) for name, place in spans],
+            [weights[name].ptr + _start_bytes(place) for name, place in spans],
+            np.concatenate([_NONE, *joined]),
         )
         results = self._encoder.encode(asked, num_threads)
-        first = 0
-        coded: dict[tuple[str, Place], bytes | memoryview | None] = {}
+        records: Records = {name: [] for name in self.metas}
         reasons: Counter[str] = Counter()
-        for span, part, (outcome, record) in zip(on_device, joined, results, strict=True):
+        first = 0
+        for part in joined:
             part[:] = asked.digests[first : first + part.size]
             first += part.size
-            coded[span] = record
+        for span, (outcome, coded) in zip(spans, results, strict=True):
+            name, place = span
+            record: bytes | memoryview | None = coded
             if outcome.reason:
                 reasons[outcome.reason] += 1
-                coded[span] = self._on_host(span, weights, part)
-        records: Records = {name: [] for name in self.metas}
-        for span in spans:
-            name, place = span
-            if span not in coded:
-                reasons[_UNALIGNED] += 1
                 part = span_digests(found[name], place)
-                coded[span] = self._on_host(span, weights, part)
-            known = coded[span]
-            if known is not None:
-                records[name].append((place, known))
+                part[:] = span_digests(digests[name], place)
+                record = self._on_host(span, weights, part)
+            if record is not None:
+                records[name].append((place, record))
+        for span in self._spans if unaligned else ():
+            name, place = span
+            if name in unaligned:
+                reasons[_UNALIGNED] += 1
+                record = self._on_host(span, weights, span_digests(found[name], place))
+                if record is not None:
+                    records[name].append((place, record))
         return MirrorDelta(
             records, found, self._encoder.payload, dict(reasons), self._encoder.seconds
         )
@@ -148,16 +159,18 @@ class Mirror:
             for name in changed
         ]
         olds = [former[name] for name in changed]
-        found = decode_there(deltas, olds, self.device, num_threads=num_threads)
+        lane = LANES[Turn.EQUAL]
+        found = decode_there(deltas, olds, self.device, num_threads=num_threads, lane=lane)
         try:
-            patch = DevicePatch([w for writes in found.writes for w in writes], self.device)
+            writes = [write for of in found.writes for write in of]
+            patch = DevicePatch(writes, self.device, Turn.EQUAL)
             patch.put()
             patch.check()
             patch.close()
         finally:
             found.close()
 
-    def recycle(self, payload: Bytes) -> None:
+    def recycle(self, payload: list[Bytes]) -> None:
         """See :meth:`SpanEncoder.recycle`."""
         self._encoder.recycle(payload)
 
@@ -168,9 +181,6 @@ class Mirror:
 
     def _ptr(self, name: str) -> int:
         return int(self._memory.ptr) + self._offsets[name]
-
-    def _new_digests(self, digests: Mapping[str, Digests]) -> dict[str, Digests]:
-        return {name: digests[name].copy() for name in self.metas}
 
     def _on_host(
         self, span: tuple[str, Place], weights: Mapping[str, DeviceWeight], digests: Digests

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final
 
 from weightsync.checkpoints import INDEX_FILE, write_header
 from weightsync.codec import tensor_digest
-from weightsync.codec.spans import Digests
+from weightsync.codec.spans import Bytes, Digests
+from weightsync.device_tables import CPU, HostBuffer
 from weightsync.faults import reach
 from weightsync.store.directory import Store
 from weightsync.store.durable import (
@@ -23,22 +25,34 @@ from weightsync.store.durable import (
 )
 from weightsync.store.object_path import AnyPath
 from weightsync.store.version import FileEntry, TensorEntry, VersionManifest
-from weightsync.store.weights import Joined
+from weightsync.store.weights import CHUNK_BYTES, Joined
 from weightsync.types import TensorMeta
 
 DEFAULT_FILE_BYTES: Final = 1 << 30
+#: Files of records that are written side by side are no smaller.
+PART_BYTES: Final = 16 << 20
 
 
 class RecordWriter:
-    """Payload files of records, cut at tensors."""
+    """Payload files of records, cut at tensors. Files of ``PART_BYTES`` are written at once, on
+    ``num_threads``; as a context manager, so that nobody writes any more when it is left."""
 
-    def __init__(self, folder: AnyPath, file_bytes: int, stem: str = "delta") -> None:
+    def __init__(
+        self, folder: AnyPath, file_bytes: int, stem: str = "delta", num_threads: int = 1
+    ) -> None:
         self._folder, self._stem = folder, stem
-        self._file_bytes = file_bytes
+        self._file_bytes = min(file_bytes, PART_BYTES) if num_threads > 1 else file_bytes
         self._pending: list[bytes | memoryview] = []
         self._pending_bytes = 0
-        self._files: list[FileEntry] = []
+        self._files: list[Future[FileEntry]] = []
+        self._pool = ThreadPoolExecutor(num_threads, "weightsync-files")
         self.num_changed = 0
+
+    def __enter__(self) -> RecordWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
 
     def add(
         self, meta: TensorMeta, records: Iterable[bytes | memoryview], digests: Digests
@@ -62,13 +76,17 @@ class RecordWriter:
         """All files, durable."""
         if self._pending:
             self._flush()
-        return tuple(self._files)
+        return tuple(file.result() for file in self._files)
 
     def _flush(self) -> None:
         name = f"{self._stem}-{len(self._files):05}.wsd"
-        self._files.append(FileEntry(name, *write_durable(self._folder / name, self._pending)))
+        self._files.append(self._pool.submit(self._write, name, self._pending))
         self._pending, self._pending_bytes = [], 0
+
+    def _write(self, name: str, records: Sequence[bytes | memoryview]) -> FileEntry:
+        entry = FileEntry(name, *write_durable(self._folder / name, records))
         reach("store.payload")
+        return entry
 
 
 @contextlib.contextmanager
@@ -103,11 +121,16 @@ def write_full(
 ) -> tuple[FileEntry, ...]:
     """A Hugging Face directory of these tensors, durable; several files are written at once."""
     data_of = {weight.meta: weight for weight in weights}
+    device = next((weight.device for weight in weights if weight.device != CPU), CPU)
+    local = threading.local()
     shards = shards_of([weight.meta for weight in weights], file_bytes)
 
     def write(item: tuple[str, list[TensorMeta]]) -> FileEntry:
         name, metas = item
-        chunks = _shard_chunks([data_of[meta] for meta in metas])
+        if device != CPU and not hasattr(local, "buffer"):
+            local.buffer = HostBuffer(CHUNK_BYTES, device)
+        buffer = local.buffer.data if device != CPU else None
+        chunks = _shard_chunks([data_of[meta] for meta in metas], buffer)
         entry = FileEntry(name, *write_durable(folder / name, chunks))
         reach("store.payload")
         return entry
@@ -162,7 +185,7 @@ def header_of(metas: Sequence[TensorMeta]) -> bytes:
     return data
 
 
-def _shard_chunks(shard: list[Joined]) -> Iterator[bytes | memoryview]:
+def _shard_chunks(shard: list[Joined], buffer: Bytes | None) -> Iterator[bytes | memoryview]:
     yield header_of([weight.meta for weight in shard])
     for weight in shard:
-        yield from weight.chunks()
+        yield from weight.chunks(buffer)

@@ -322,23 +322,25 @@ class Publisher(StoreSource):
         records: Records,
         snapshot: Snapshot,
     ) -> VersionManifest:
-        writer = RecordWriter(folder, self._file_bytes)
         entries = []
-        for tensor in by_tensor(snapshot.weights):
-            parts = []
-            for part in tensor.parts:
-                name = part.meta.name
-                found = (record for _, record in records[name])
-                entry = writer.add(part.meta, found, encoded.digests[name])
-                parts.append((part.piece, entry))
-            entries.append(joined_entry(parts, [share_in(encoded, part) for part in tensor.parts]))
+        with RecordWriter(folder, self._file_bytes, num_threads=self._threads) as writer:
+            for tensor in by_tensor(snapshot.weights):
+                parts = []
+                for part in tensor.parts:
+                    name = part.meta.name
+                    found = (record for _, record in records[name])
+                    entry = writer.add(part.meta, found, encoded.digests[name])
+                    parts.append((part.piece, entry))
+                shares = [share_in(encoded, part) for part in tensor.parts]
+                entries.append(joined_entry(parts, shares))
+            files = writer.finish()
         return VersionManifest(
             run_id=self.store.run_id,
             kind=VersionKind.DELTA,
             target=Identity(encoded.version, root_of(entries)),
             base=encoded.base,
             directory=folder.name,
-            files=writer.finish(),
+            files=files,
             tensors=tuple(entries),
             num_changed=writer.num_changed,
         )

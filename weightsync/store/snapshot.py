@@ -32,7 +32,7 @@ class Encoded:
     digests: dict[str, Digests]
     shares: dict[str, int]
     on_host: Mapping[str, int] = field(default_factory=dict)
-    payload: Bytes | None = None
+    payload: list[Bytes] | None = None
     phases: dict[str, float] = field(default_factory=dict)
 
     @property

@@ -111,12 +111,13 @@ class PartPublisher(Publisher):
             files: tuple[FileEntry, ...] = ()
             num_changed = 0
         else:
-            writer = RecordWriter(folder, self._file_bytes, f"delta-{rank:05}")
-            entries = [
-                writer.add(w.meta, (r for _, r in encoded.records[name]), encoded.digests[name])
-                for name, w in weights.items()
-            ]
-            files, num_changed = writer.finish(), writer.num_changed
+            stem = f"delta-{rank:05}"
+            with RecordWriter(folder, self._file_bytes, stem, self._threads) as writer:
+                entries = [
+                    writer.add(w.meta, (r for _, r in encoded.records[name]), encoded.digests[name])
+                    for name, w in weights.items()
+                ]
+                files, num_changed = writer.finish(), writer.num_changed
         sync_directory(folder)
         held: list[Weight | DeviceWeight] = [*weights.values()]
         pieces = tuple(

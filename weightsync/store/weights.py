@@ -129,16 +129,24 @@ class Joined:
             put(self.meta, part.piece.box, found, part.data)
         return found
 
-    def chunks(self) -> Iterator[memoryview]:
-        """The same bytes in turn; each holds until the next is asked for. Of a whole tensor on a device
-        there is never more than one of them on the host."""
+    @property
+    def device(self) -> str:
+        """Of a whole tensor on one; else the host."""
+        (first, *others) = self.parts
+        is_there = not others and first.piece.is_whole and isinstance(first, DeviceWeight)
+        return first.device if is_there and isinstance(first, DeviceWeight) else CPU
+
+    def chunks(self, buffer: Bytes | None = None) -> Iterator[memoryview]:
+        """The same bytes in turn; each holds until the next is asked for. A whole tensor on a device
+        comes to the host piece by piece, in ``buffer``."""
         (first, *others) = self.parts
         if others or not first.piece.is_whole or isinstance(first, Weight):
             yield self.data.data
             return
-        buffer: Bytes = np.empty(min(CHUNK_BYTES, self.meta.num_bytes), dtype=np.uint8)
-        for start in range(0, self.meta.num_bytes, CHUNK_BYTES):
-            size = min(CHUNK_BYTES, self.meta.num_bytes - start)
+        if buffer is None:
+            buffer = np.empty(CHUNK_BYTES, dtype=np.uint8)
+        for start in range(0, self.meta.num_bytes, buffer.size):
+            size = min(buffer.size, self.meta.num_bytes - start)
             copy_memory(buffer.ctypes.data, first.ptr + start, size, first.device)
             yield buffer.data[:size]
 

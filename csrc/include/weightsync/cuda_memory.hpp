@@ -33,6 +33,9 @@ CudaHeld cuda_held();
 
 std::uint64_t cuda_malloc(std::uint64_t num_bytes, int device);
 void cuda_free(std::uint64_t ptr, int device);
+// Memory of the host that copies to and from a device take at full speed.
+std::uint64_t cuda_malloc_host(std::uint64_t num_bytes, int device);
+void cuda_free_host(std::uint64_t ptr, int device);
 
 // Bytes that are free on the device now.
 std::uint64_t cuda_free_bytes(int device);

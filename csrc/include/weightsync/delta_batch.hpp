@@ -96,9 +96,11 @@ class CudaDeltaEncoder {
     explicit CudaDeltaEncoder(int device);
     ~CudaDeltaEncoder();
 
-    // Fills parameters, results and the arena, which is valid until the next run.
+    // Fills parameters, results and the arena, which is valid until the next run. Parameters are
+    // chosen from a sample that is taken on a stream of its own: one that goes first, so that
+    // blocks of others which run meanwhile do not keep this one waiting.
     void run(DeltaBatch* batch, const std::uint64_t* digests, std::uintptr_t stream,
-             int num_threads);
+             std::uintptr_t sample_stream, int num_threads);
     // Seconds of the last run: sample, choice, blocks, copy to the host.
     std::vector<double> seconds() const;
     void close();

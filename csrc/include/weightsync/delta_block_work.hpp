@@ -73,18 +73,4 @@ WEIGHTSYNC_HD_INLINE void delta_choose_mode(std::uint32_t size, const DeltaParam
                                 &counts->num_classes);
 }
 
-WEIGHTSYNC_HD_INLINE DeltaBlockPlace delta_block_place(const DeltaSpanRow& row,
-                                                       std::uint32_t block) {
-    const auto kind = static_cast<DeltaKind>(row.kind);
-    const auto bytes = static_cast<std::uint64_t>(delta_element_bytes(kind));
-    const std::uint64_t first = std::uint64_t{block} * kDeltaBlock;
-    const std::uint64_t rest = row.num_elements - first;
-    return {reinterpret_cast<const unsigned char*>(row.old_ptr + first * bytes),
-            reinterpret_cast<const unsigned char*>(row.new_ptr + first * bytes),
-            static_cast<std::uint32_t>(rest < kDeltaBlock ? rest : kDeltaBlock),
-            row.seed,
-            (row.start_element + first) * bytes,
-            row.word_bytes == 4 ? 2 : static_cast<int>(row.word_bytes) - 1};
-}
-
 }  // namespace weightsync::lanes

@@ -14,7 +14,7 @@ WEIGHTSYNC_HD_INLINE void delta_clear_maps(const Team&, std::uint32_t thread, st
     for (std::uint32_t i = thread; i < kDecodeExceptionWords; i += count) {
         block->exception_map[i] = 0;
     }
-    if (thread == 0) block->state = block->num_put = 0;
+    if (thread == 0) block->state = block->num_found = 0;
 }
 
 template <DeltaKind kind>
@@ -22,23 +22,15 @@ WEIGHTSYNC_HD_INLINE DeltaEmit<kind> delta_emit_of(const DeltaDecodeRow& row,
                                                    const DeltaParameters& parameters,
                                                    const DeltaDecodeUnit& unit,
                                                    DeltaDecodeBlock* block) {
-    const std::uint64_t first = std::uint64_t{unit.block} * kDeltaBlock;
-    const std::uint64_t rest = row.num_elements - first;
-    const auto bytes = static_cast<std::uint64_t>(DeltaElement<kind>::bytes);
     DeltaEmit<kind> emit;
     emit.block = block;
     emit.codes = DeltaCodes::at(row.record_ptr + unit.offset, unit.num_bytes);
-    emit.place = {reinterpret_cast<const unsigned char*>(row.old_ptr + first * bytes),
-                  nullptr,
-                  static_cast<std::uint32_t>(rest < kDeltaBlock ? rest : kDeltaBlock),
-                  row.seed,
-                  (row.start_element + first) * bytes,
-                  row.word_bytes == 4 ? 2 : static_cast<int>(row.word_bytes) - 1};
+    emit.place = delta_place_of<kind>(row, 0, unit.block);
     emit.parameters = &parameters;
     emit.cuts = delta_cuts<kind>(parameters);
     emit.out = {reinterpret_cast<std::uint32_t*>(row.positions_ptr),
                 reinterpret_cast<unsigned char*>(row.values_ptr), 0,
-                static_cast<std::uint32_t>(first)};
+                unit.block * static_cast<std::uint32_t>(kDeltaBlock)};
     return emit;
 }
 
@@ -54,6 +46,13 @@ WEIGHTSYNC_HD_INLINE bool delta_take_output(const DeltaDecodeRow& row, std::uint
     const bool fits = std::uint64_t{out->first} + count <= row.num_changed;
     if (!fits) set_bits(&state->state, kDecodeDamaged);
     return fits;
+}
+
+// By one thread, once all was looked at. False if that is not what the bits said.
+WEIGHTSYNC_HD_INLINE bool delta_all_found(DeltaDecodeBlock* block, DeltaDecodeState* state) {
+    const bool are_all = block->num_found == block->num_changed;
+    if (!are_all) set_bits(&state->state, kDecodeDamaged);
+    return are_all;
 }
 
 // By one thread: `sum` is what the changes add to the digest.

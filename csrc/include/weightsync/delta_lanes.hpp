@@ -1,10 +1,10 @@
 // What threads of a device do to code one block, shared with the CPU's twin; the bits are those of
 // delta_block_encode.hpp.
 //
-// Look: a warp reads 8,192 elements of both versions in rows of 32 vectors of 16 bytes, counts with
-// integer arithmetic on whole words how many keys reach each threshold, and stages the position of
-// what changed with the counts before its vector. Then all threads turn staged changes into
-// numbers, steps and digests. This header is the look and that turn.
+// Look: a warp reads 8,192 elements of both versions in rows of 32 lanes with one or two vectors of
+// 16 bytes, counts with integer arithmetic on whole words how many keys reach each threshold, and
+// stages the position of what changed with the counts before its lane. Then all threads turn staged
+// changes into numbers, steps and digests. This header is the look and that turn.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@ inline constexpr std::uint32_t kDeltaThreads = kDeltaWarps * kWarpLanes;
 inline constexpr std::uint32_t kDeltaWarpElements = kDeltaBlock / kDeltaWarps;
 // Bits of a crowded block: no more than would be dense.
 inline constexpr std::uint32_t kDeltaCrowdedWords = kDeltaBlock * 4 / 4 + 16;
-inline constexpr std::uint32_t kDeltaMaxRows = kDeltaWarpElements / (4 * kWarpLanes);
+inline constexpr std::uint32_t kDeltaMaxRows = kDeltaWarpElements / (8 * kWarpLanes);
 
 // Counters of one vector or row: `low` holds changes and the keys that reach thresholds 0 and 1,
 // `high` those of thresholds 2 to 4; ten bits each.
@@ -66,13 +66,20 @@ WEIGHTSYNC_HD_INLINE std::uint32_t odd_bytes(std::uint32_t a, std::uint32_t b) {
 template <DeltaKind kind>
 struct DeltaVector {
     using Element = DeltaElement<kind>;
-    static constexpr std::uint32_t elements = 16 / Element::bytes;
+    // What a lane has of a row: more than that, and the counts of a row would need more bits.
+    static constexpr std::uint32_t vectors = Element::bytes == 1 ? 1 : 2;
+    static constexpr std::uint32_t vector_elements = 16 / Element::bytes;
+    static constexpr std::uint32_t elements = vectors * vector_elements;
     static constexpr std::uint32_t row_elements = elements * kWarpLanes;
     static constexpr std::uint32_t rows = kDeltaWarpElements / row_elements;
     // The top bit of each element of a word, and an element's lowest.
     static constexpr std::uint32_t unit =
         Element::bytes == 4 ? 1u : (Element::bytes == 2 ? 0x00010001u : 0x01010101u);
     static constexpr std::uint32_t guard = unit << (Element::bits - 1);
+
+    struct Lane {
+        Vec16 v[vectors];
+    };
 
     // What a word's guarded keys are compared with; a threshold that is none is never reached.
     WEIGHTSYNC_HD_INLINE static std::uint32_t cut(const DeltaParameters& parameters, int t) {
@@ -85,45 +92,71 @@ struct DeltaVector {
     WEIGHTSYNC_HD_INLINE static std::uint32_t reached(std::uint32_t word, std::uint32_t cut) {
         return ((word | guard) - cut) & guard;
     }
-    WEIGHTSYNC_HD_INLINE static std::uint32_t count_reached(const Vec16& vector,
-                                                            std::uint32_t cut) {
-        std::uint32_t bits = 0;
+    WEIGHTSYNC_HD_INLINE static std::uint32_t count_reached(const Lane& lane, std::uint32_t cut) {
+        std::uint32_t count = 0;
         WEIGHTSYNC_UNROLL
-        for (int w = 0; w < 4; ++w) bits = (bits >> 1) | reached(vector.w[w], cut);
-        return count_bits(bits);
+        for (std::uint32_t v = 0; v < vectors; ++v) {
+            std::uint32_t bits = 0;
+            WEIGHTSYNC_UNROLL
+            for (int w = 0; w < 4; ++w) bits = (bits >> 1) | reached(lane.v[v].w[w], cut);
+            count += count_bits(bits);
+        }
+        return count;
     }
     // Top bits of a word to one bit an element, in order.
     WEIGHTSYNC_HD_INLINE static std::uint32_t gathered(std::uint32_t tops) {
         if constexpr (Element::bytes == 4) return tops >> 31;
-        if constexpr (Element::bytes == 2) return (tops >> 15 & 1u) | (tops >> 30 & 2u);
         return (tops >> 7 & 1u) | (tops >> 14 & 2u) | (tops >> 21 & 4u) | (tops >> 28 & 8u);
     }
-    WEIGHTSYNC_HD_INLINE static std::uint32_t reached_mask(const Vec16& vector, std::uint32_t cut) {
+    WEIGHTSYNC_HD_INLINE static std::uint32_t reached_mask(const Lane& lane, std::uint32_t cut) {
+        return mask_of(
+            [&](std::uint32_t v, std::uint32_t w) { return reached(lane.v[v].w[w], cut); });
+    }
+    WEIGHTSYNC_HD_INLINE static std::uint32_t changed_mask(const Lane& old, const Lane& current) {
+        return mask_of([&](std::uint32_t v, std::uint32_t w) {
+            const std::uint32_t x = old.v[v].w[w] ^ current.v[v].w[w];
+            return (((x & ~guard) + ~guard) | x) & guard;
+        });
+    }
+    // What a lane has at element `first` of a block of `size`; what lies behind the end is zero, in
+    // both versions, and no key of zero reaches a threshold.
+    WEIGHTSYNC_HD_INLINE static Lane read(const unsigned char* block, std::uint32_t first,
+                                          std::uint32_t size) {
+        Lane lane;
+        WEIGHTSYNC_UNROLL
+        for (std::uint32_t v = 0; v < vectors; ++v) {
+            lane.v[v] = read_vector(block, first + v * vector_elements, size);
+        }
+        return lane;
+    }
+
+  private:
+    // One bit an element, in order, from the top bits of the elements of each word.
+    template <typename Tops>
+    WEIGHTSYNC_HD_INLINE static std::uint32_t mask_of(const Tops& tops) {
         std::uint32_t mask = 0;
         WEIGHTSYNC_UNROLL
-        for (int w = 0; w < 4; ++w) {
-            mask |= gathered(reached(vector.w[w], cut)) << (w * 4 / Element::bytes);
+        for (std::uint32_t v = 0; v < vectors; ++v) {
+            WEIGHTSYNC_UNROLL
+            for (std::uint32_t w = 0; w < 4; ++w) {
+                if constexpr (Element::bytes == 2) {
+                    mask = mask >> 1 | tops(v, w);
+                } else {
+                    mask |= gathered(tops(v, w)) << (v * vector_elements + w * 4 / Element::bytes);
+                }
+            }
         }
-        return mask;
+        if constexpr (Element::bytes != 2) return mask;
+        // The words' lower elements are in byte 1, in order, and their upper ones in byte 3.
+        std::uint32_t pairs = (mask >> 8 & 0xFFu) | (mask >> 24 << 16);
+        pairs = (pairs | pairs << 4) & 0x0F0F0F0Fu;
+        pairs = (pairs | pairs << 2) & 0x33333333u;
+        pairs = (pairs | pairs << 1) & 0x55555555u;
+        return (pairs | pairs >> 15) & 0xFFFFu;
     }
-    WEIGHTSYNC_HD_INLINE static std::uint32_t changed_mask(const Vec16& old, const Vec16& current) {
-        std::uint32_t x[4];
-        WEIGHTSYNC_UNROLL
-        for (int w = 0; w < 4; ++w) x[w] = old.w[w] ^ current.w[w];
-        if ((x[0] | x[1] | x[2] | x[3]) == 0) return 0;
-        std::uint32_t mask = 0;
-        WEIGHTSYNC_UNROLL
-        for (int w = 0; w < 4; ++w) {
-            const std::uint32_t tops = (((x[w] & ~guard) + ~guard) | x[w]) & guard;
-            mask |= gathered(tops) << (w * 4 / Element::bytes);
-        }
-        return mask;
-    }
-    // The vector at element `first` of a block of `size`; what lies behind the end is zero, in both
-    // versions, and no key of zero reaches a threshold.
-    WEIGHTSYNC_HD_INLINE static Vec16 read(const unsigned char* block, std::uint32_t first,
-                                           std::uint32_t size) {
-        if (first + elements <= size) return load<Vec16>(block + first * Element::bytes);
+    WEIGHTSYNC_HD_INLINE static Vec16 read_vector(const unsigned char* block, std::uint32_t first,
+                                                  std::uint32_t size) {
+        if (first + vector_elements <= size) return load<Vec16>(block + first * Element::bytes);
         Vec16 vector{};
         for (std::uint32_t i = first; i < size; ++i) {
             std::uint32_t u = 0;
@@ -135,14 +168,19 @@ struct DeltaVector {
         }
         return vector;
     }
-    WEIGHTSYNC_HD_INLINE static std::uint32_t element(const Vec16& vector, std::uint32_t i) {
-        const std::uint32_t at = i * Element::bytes;
-        // Not vector.w[at / 4]: an index that is not known puts registers into memory.
-        const std::uint32_t pair0 = at & 4 ? vector.w[1] : vector.w[0];
-        const std::uint32_t pair1 = at & 4 ? vector.w[3] : vector.w[2];
-        return ((at & 8 ? pair1 : pair0) >> (at % 4 * 8)) & Element::mask;
-    }
 };
+
+// One element of a block.
+template <DeltaKind kind>
+WEIGHTSYNC_HD_INLINE std::uint32_t delta_element_at(const unsigned char* block, std::uint32_t i) {
+    if constexpr (DeltaElement<kind>::bytes == 4) {
+        return reinterpret_cast<const std::uint32_t*>(block)[i];
+    } else if constexpr (DeltaElement<kind>::bytes == 2) {
+        return reinterpret_cast<const std::uint16_t*>(block)[i];
+    } else {
+        return block[i];
+    }
+}
 
 struct DeltaCuts {
     std::uint32_t at[kDeltaThresholds];
@@ -158,34 +196,41 @@ WEIGHTSYNC_HD_INLINE DeltaCuts delta_cuts(const DeltaParameters& parameters) {
     return cuts;
 }
 
-// How many keys of a vector reach a threshold.
+// How many keys of a lane reach a threshold.
 template <DeltaKind kind>
 struct KeyCounter {
-    const Vec16& vector;
+    const typename DeltaVector<kind>::Lane& lane;
     const DeltaCuts& cuts;
 
     WEIGHTSYNC_HD_INLINE std::uint32_t at(int t) const {
-        return DeltaVector<kind>::count_reached(vector, cuts.at[t]);
+        return DeltaVector<kind>::count_reached(lane, cuts.at[t]);
     }
 };
 
 // The same of 16-bit elements whose thresholds are all below 128, a weight below 2: keys are taken
 // out as bytes once, and four of them compared at once. A key of 128 and more reaches all of them.
 struct ByteKeyCounter {
+    using Lane = DeltaVector<DeltaKind::float16>::Lane;
     static constexpr std::uint32_t tops = 0x80808080u;
-    std::uint32_t keys[2];
+    std::uint32_t keys[4];
     const DeltaCuts& cuts;
 
-    WEIGHTSYNC_HD_INLINE ByteKeyCounter(const Vec16& vector, const DeltaCuts& of) : cuts(of) {
-        keys[0] = odd_bytes(vector.w[0] << 1, vector.w[1] << 1);
-        keys[1] = odd_bytes(vector.w[2] << 1, vector.w[3] << 1);
+    WEIGHTSYNC_HD_INLINE ByteKeyCounter(const Lane& lane, const DeltaCuts& of) : cuts(of) {
+        WEIGHTSYNC_UNROLL
+        for (int k = 0; k < 4; ++k) {
+            const std::uint32_t* w = lane.v[k / 2].w + k % 2 * 2;
+            keys[k] = odd_bytes(w[0] << 1, w[1] << 1);
+        }
     }
     WEIGHTSYNC_HD_INLINE std::uint32_t at(int t) const {
         // Of each half the threshold at its bits 7 to 13: brought to both of its bytes.
         const std::uint32_t cut = cuts.at[t] >> 7 | cuts.at[t] << 1;
-        const std::uint32_t one = (keys[0] | ((keys[0] | tops) - cut)) & tops;
-        const std::uint32_t other = (keys[1] | ((keys[1] | tops) - cut)) & tops;
-        return count_bits(one >> 1 | other);
+        std::uint32_t bits = 0;
+        WEIGHTSYNC_UNROLL
+        for (int k = 0; k < 4; ++k) {
+            bits = bits >> 1 | ((keys[k] | ((keys[k] | tops) - cut)) & tops);
+        }
+        return count_bits(bits);
     }
 };
 
@@ -211,8 +256,9 @@ WEIGHTSYNC_HD_INLINE DeltaCounts delta_counts_of(const Counter& keys, std::uint3
 
 // `has_byte_keys` only if delta_has_byte_keys says so.
 template <DeltaKind kind, bool has_byte_keys>
-WEIGHTSYNC_HD_INLINE DeltaCounts delta_count(const Vec16& old, std::uint32_t changed,
-                                             const DeltaCuts& cuts, int num_thresholds) {
+WEIGHTSYNC_HD_INLINE DeltaCounts delta_count(const typename DeltaVector<kind>::Lane& old,
+                                             std::uint32_t changed, const DeltaCuts& cuts,
+                                             int num_thresholds) {
     if constexpr (kind == DeltaKind::bytes) return {count_bits(changed), 0};
     if constexpr (has_byte_keys) {
         return delta_counts_of(ByteKeyCounter(old, cuts), changed, num_thresholds);
@@ -222,8 +268,8 @@ WEIGHTSYNC_HD_INLINE DeltaCounts delta_count(const Vec16& old, std::uint32_t cha
 
 // As a device chooses, for its twin.
 template <DeltaKind kind>
-WEIGHTSYNC_HD_INLINE DeltaCounts delta_count_any(const Vec16& old, std::uint32_t changed,
-                                                 const DeltaCuts& cuts,
+WEIGHTSYNC_HD_INLINE DeltaCounts delta_count_any(const typename DeltaVector<kind>::Lane& old,
+                                                 std::uint32_t changed, const DeltaCuts& cuts,
                                                  const DeltaParameters& parameters) {
     const int count = parameters.num_thresholds;
     return delta_has_byte_keys<kind>(parameters)
@@ -243,8 +289,8 @@ struct DeltaRowStart {
 // Where staged changes of a block lie, `capacity` a warp: in shared memory, or in memory of the
 // device for blocks with too many. Arrays that share a line below are used one after the other.
 struct DeltaStage {
-    std::uint32_t* low;       // counts before the vector; then codes in coded order
-    std::uint32_t* high;      // counts before the vector; then codes as staged; then the bits
+    std::uint32_t* low;       // counts before the lane; then codes in coded order
+    std::uint32_t* high;      // counts before the lane; then codes as staged; then the bits
     std::uint16_t* position;  // in the block; then exceptions
     std::uint16_t* number;    // in the class; then the unlisted numbers
     std::uint16_t* listed;    // numbers in coded order
@@ -279,12 +325,12 @@ WEIGHTSYNC_HD_INLINE std::size_t delta_stage_at(unsigned char* memory, std::uint
     return at;
 }
 
-// Stages what changed in one vector of a warp's row. `before` are the counts of the row before it,
+// Stages what changed in one lane of a warp's row. `before` are the counts of the row before it,
 // `found` the warp's changes before the row. Changes beyond the capacity are dropped: they were
 // counted, so that is seen.
-WEIGHTSYNC_HD_INLINE void delta_stage_vector(const DeltaStage& stage, std::uint32_t warp,
-                                             std::uint32_t first, std::uint32_t changed,
-                                             const DeltaCounts& before, std::uint32_t found) {
+WEIGHTSYNC_HD_INLINE void delta_stage_lane(const DeltaStage& stage, std::uint32_t warp,
+                                           std::uint32_t first, std::uint32_t changed,
+                                           const DeltaCounts& before, std::uint32_t found) {
     std::uint32_t i = found + (before.low & 1023u);
     for (; changed != 0 && i < stage.capacity; changed &= changed - 1, ++i) {
         const std::uint32_t at = warp * stage.capacity + i;
@@ -303,6 +349,21 @@ struct DeltaBlockPlace {
     std::uint64_t first_byte;  // of the tensor
     int word_shift;
 };
+
+// Block `block` of a span; `new_ptr` is 0 where there is no other version.
+template <DeltaKind kind, typename Row>
+WEIGHTSYNC_HD_INLINE DeltaBlockPlace delta_place_of(const Row& row, std::uint64_t new_ptr,
+                                                    std::uint32_t block) {
+    const auto bytes = static_cast<std::uint64_t>(DeltaElement<kind>::bytes);
+    const std::uint64_t first = std::uint64_t{block} * kDeltaBlock;
+    const std::uint64_t rest = row.num_elements - first;
+    return {reinterpret_cast<const unsigned char*>(row.old_ptr + first * bytes),
+            reinterpret_cast<const unsigned char*>(new_ptr == 0 ? 0 : new_ptr + first * bytes),
+            static_cast<std::uint32_t>(rest < kDeltaBlock ? rest : kDeltaBlock),
+            row.seed,
+            (row.start_element + first) * bytes,
+            row.word_bytes == 4 ? 2 : static_cast<int>(row.word_bytes) - 1};
+}
 
 // 0: the typical step of its exponent; else 1 + its number among the others. Fits: no step of 32
 // bits is longer than 2^31.
@@ -327,10 +388,9 @@ WEIGHTSYNC_HD_INLINE std::uint64_t delta_turn(const DeltaStage& stage, const Del
     const std::uint32_t position = stage.position[at];
     const DeltaCounts before{stage.low[at], stage.high[at]};
     const std::uint32_t place = position % Vector::elements;
-    const Vec16 vector = Vector::read(block.old, position - place, block.size);
-    const std::uint32_t from = Vector::element(vector, place);
-    const std::uint32_t to =
-        Vector::element(Vector::read(block.current, position - place, block.size), place);
+    const typename Vector::Lane lane = Vector::read(block.old, position - place, block.size);
+    const std::uint32_t from = delta_element_at<kind>(block.old, position);
+    const std::uint32_t to = delta_element_at<kind>(block.current, position);
     const std::uint32_t key = Element::key(from);
     int c = 0;
     WEIGHTSYNC_UNROLL
@@ -344,7 +404,7 @@ WEIGHTSYNC_HD_INLINE std::uint64_t delta_turn(const DeltaStage& stage, const Del
         if (t == 0) return position;
         if (t > parameters.num_thresholds) return 0u;
         const std::uint32_t within =
-            count_bits(Vector::reached_mask(vector, cuts.at[t - 1]) & earlier);
+            count_bits(Vector::reached_mask(lane, cuts.at[t - 1]) & earlier);
         return base[t - 1] + start.reached[t - 1] + delta_field(before, t - 1) + within;
     };
     std::uint32_t down = 0;

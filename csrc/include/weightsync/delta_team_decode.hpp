@@ -93,11 +93,13 @@ struct DeltaDecodeBlock {
     std::uint32_t chunk_before[kDeltaWarps];
     std::uint32_t exception_map[kDecodeExceptionWords];  // a bit a change
     std::uint16_t exceptions_before[kDecodeExceptionWords];
-    std::uint32_t work[kDecodeCapacity];  // where codes end; then the exceptions' steps
+    std::uint32_t work[kDecodeCapacity];       // where codes end; then the exceptions' steps
+    std::uint16_t found_at[kDecodeCapacity];   // elements that changed, in some order
+    std::uint16_t found_bit[kDecodeCapacity];  // of each its bit of the map
     DeltaDecodeClass classes[kDeltaClasses];
     int num_classes;
     std::uint32_t num_changed;
-    std::uint32_t num_put;
+    std::uint32_t num_found;
     std::uint32_t num_codes;  // of all numbers
     std::uint32_t num_exceptions;
     std::uint32_t num_exception_codes;
@@ -340,64 +342,87 @@ struct DeltaEmit {
     DeltaCuts cuts;
     DeltaDecodeOutput out;
 
-    // Emits the changes of the vector at element `first` of the block; returns their digest terms.
-    // `before` counts what the lanes before this one have in its row.
-    WEIGHTSYNC_HD_INLINE std::uint64_t run(const Vec16& vector, std::uint32_t first,
-                                           const DeltaCounts& before) const {
-        if (first >= place.size) return 0;
+    // Lists what changed in the lane at element `first` of the block. `own` counts its keys,
+    // `before` those of the lanes before this one in its row.
+    WEIGHTSYNC_HD_INLINE void find(const typename Vector::Lane& lane, std::uint32_t first,
+                                   const DeltaCounts& own, const DeltaCounts& before) const {
+        if (first >= place.size) return;
         const std::uint32_t rest = place.size - first;
         const std::uint32_t all =
             rest >= Vector::elements ? (1u << Vector::elements) - 1 : (1u << rest) - 1;
         const std::uint32_t warp = first / kDeltaWarpElements;
         const DeltaRowStart& start =
             block->starts[warp][first % kDeltaWarpElements / Vector::row_elements];
-        std::uint64_t sum = 0;
-        std::uint32_t mask = all;  // of elements that reach the class
-        std::uint32_t rank = first;
-        for (int c = 0; c < block->num_classes; ++c) {
+        std::uint32_t rank = first;  // of the first that reaches the class
+        std::uint32_t reach = count_bits(all);
+        WEIGHTSYNC_UNROLL
+        for (int c = 0; c < kDeltaClasses; ++c) {
+            if (c >= block->num_classes) break;
             std::uint32_t further = 0;
             std::uint32_t further_rank = 0;
-            if (c + 1 < block->num_classes) {
-                further = Vector::reached_mask(vector, cuts.at[c]) & all;
+            if (c < kDeltaThresholds && c + 1 < block->num_classes) {
+                further = delta_field(own, c);
                 further_rank = block->base[warp][c] + start.reached[c] + delta_field(before, c);
             }
-            sum +=
-                run_class(vector, first, block->classes[c], mask & ~further, rank - further_rank);
-            mask = further;
+            const DeltaDecodeClass& of = block->classes[c];
+            const std::uint32_t bit = of.map_begin + rank - further_rank;
+            const std::uint32_t found = changed_of(of, bit, reach - further);
+            if (found != 0) list(found, bit, first, members(lane, c) & all);
             rank = further_rank;
+            reach = further;
         }
-        return sum;
+    }
+
+    // Makes change `k` of the list; returns its term of the digest.
+    WEIGHTSYNC_HD_INLINE std::uint64_t put(std::uint32_t k) const {
+        const std::uint32_t position = block->found_at[k];
+        const std::uint32_t bit = block->found_bit[k];
+        int c = 0;
+        while (bit - block->classes[c].map_begin >= block->classes[c].numbers.limit) ++c;
+        const DeltaDecodeClass& of = block->classes[c];
+        const std::uint32_t set =
+            delta_map_rank(*block, bit) - delta_map_rank(*block, of.map_begin);
+        const std::uint32_t i = of.numbers.is_inverted ? bit - of.map_begin - set : set;
+        return put_as(k, position, of, i);
     }
 
   private:
-    // `members` are the elements of the class, the first of which has number `number`.
-    WEIGHTSYNC_HD_INLINE std::uint64_t run_class(const Vec16& vector, std::uint32_t first,
-                                                 const DeltaDecodeClass& of, std::uint32_t members,
-                                                 std::uint32_t number) const {
-        const std::uint32_t count = count_bits(members);
+    // Which of `count` elements of a class changed, the first of which has bit `bit`.
+    WEIGHTSYNC_HD_INLINE std::uint32_t changed_of(const DeltaDecodeClass& of, std::uint32_t bit,
+                                                  std::uint32_t count) const {
         if (count == 0 || of.changes == 0) return 0;
-        const std::uint32_t bit = of.map_begin + number;
         const std::uint32_t* words = block->map + bit / 32;
         const std::uint64_t pair = std::uint64_t{words[0]} | std::uint64_t{words[1]} << 32;
-        auto found = static_cast<std::uint32_t>(pair >> (bit % 32)) & ((1u << count) - 1);
-        if (of.numbers.is_inverted) found ^= (1u << count) - 1;
-        if (found == 0) return 0;
-        const std::uint32_t class_rank = delta_map_rank(*block, of.map_begin);
-        std::uint64_t sum = 0;
-        for (std::uint32_t j = 0; found != 0; ++j, found >>= 1, members &= members - 1) {
-            if ((found & 1) == 0) continue;
-            const std::uint32_t set = delta_map_rank(*block, bit + j) - class_rank;
-            const std::uint32_t i = of.numbers.is_inverted ? number + j - set : set;
-            sum += put(vector, first, lowest_bit(members), of, i);
-        }
-        return sum;
+        const std::uint32_t all = (1u << count) - 1;
+        const std::uint32_t found = static_cast<std::uint32_t>(pair >> (bit % 32)) & all;
+        return of.numbers.is_inverted ? found ^ all : found;
     }
 
-    // Change `i` of a class, which is element `e` of the vector.
-    WEIGHTSYNC_HD_INLINE std::uint64_t put(const Vec16& vector, std::uint32_t first,
-                                           std::uint32_t e, const DeltaDecodeClass& of,
-                                           std::uint32_t i) const {
-        const std::uint32_t from = Vector::element(vector, e);
+    WEIGHTSYNC_HD_INLINE std::uint32_t members(const typename Vector::Lane& lane, int c) const {
+        std::uint32_t mask = ~0u;
+        if (c > 0) mask = Vector::reached_mask(lane, cuts.at[c - 1]);
+        if (c < kDeltaThresholds && c + 1 < block->num_classes) {
+            mask &= ~Vector::reached_mask(lane, cuts.at[c]);
+        }
+        return mask;
+    }
+
+    WEIGHTSYNC_HD_INLINE void list(std::uint32_t found, std::uint32_t bit, std::uint32_t first,
+                                   std::uint32_t members) const {
+        for (; found != 0; ++bit, found >>= 1, members &= members - 1) {
+            if ((found & 1) == 0) continue;
+            // In turn, so that neighbours in the list are neighbours in memory, nearly.
+            const std::uint32_t k = take_one(&block->num_found);
+            if (k >= kDecodeCapacity) return;  // which is not the number of changes: that is seen
+            block->found_at[k] = static_cast<std::uint16_t>(first + lowest_bit(members));
+            block->found_bit[k] = static_cast<std::uint16_t>(bit);
+        }
+    }
+
+    // Change `i` of a class, which is element `position` and the `k`-th in the list.
+    WEIGHTSYNC_HD_INLINE std::uint64_t put_as(std::uint32_t k, std::uint32_t position,
+                                              const DeltaDecodeClass& of, std::uint32_t i) const {
+        const std::uint32_t from = delta_element_at<kind>(place.old, position);
         std::uint64_t step = parameters->typical[Element::key(from)];
         const std::int32_t exception = delta_exception_of(*block, of, i);
         if (exception >= 0) step = delta_unfold(block->work[exception], step);
@@ -405,13 +430,9 @@ struct DeltaEmit {
             set_bits(&block->state, kDecodeDamaged);
             return 0;
         }
-        const std::uint32_t change = of.begin + i;
-        const auto down = static_cast<std::uint32_t>(codes.peek(block->signs + change) & 1);
+        const auto down = static_cast<std::uint32_t>(codes.peek(block->signs + of.begin + i) & 1);
         const std::uint32_t to = Element::stepped(from, static_cast<std::uint32_t>(step), down);
-        const std::uint32_t position = first + e;
-        // In turn, so that neighbours in the list are neighbours in memory: each class has a list
-        // of its own over the whole block.
-        const std::uint32_t slot = out.first + take_one(&block->num_put);
+        const std::uint32_t slot = out.first + k;
         out.positions[slot] = out.first_position + position;
         if constexpr (Element::bytes == 4) {
             reinterpret_cast<std::uint32_t*>(out.values)[slot] = to;
