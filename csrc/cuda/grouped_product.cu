@@ -42,10 +42,6 @@ using Some = Tiling<1, 4, 1, 2, 2, 4>;
 using More = Tiling<2, 4, 1, 2, 4, 4>;
 using Many = Tiling<3, 2, 2, 4, 4, 3>;
 using Most = Tiling<4, 4, 2, 4, 4, 4>;
-using Try5 = Tiling<5, 4, 1, 2, 2, 5>;
-using Try6 = Tiling<6, 2, 1, 2, 2, 4, 16>;
-using Try7 = Tiling<7, 2, 1, 2, 2, 6>;
-using Try8 = Tiling<8, 1, 1, 2, 1, 8>;
 
 // Of the lists in shared memory that tell where tiles are.
 int table_bytes(std::int64_t num_experts) {
@@ -383,6 +379,19 @@ void launch(const GroupedProduct& of, cudaStream_t stream, int device) {
     launch<Tile, false>(of, stream, device);
 }
 
+// A shape that needs more shared memory than a block may have gives way to the one before it.
+int shape_within(int shape, std::int64_t num_experts, int device) {
+    constexpr int ring_bytes[kNumTileShapes] = {
+        Few::stages * Few::stage_bytes, Some::stages * Some::stage_bytes,
+        More::stages * More::stage_bytes, Many::stages * Many::stage_bytes,
+        Most::stages * Most::stage_bytes};
+    int limit = 0;
+    check(cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
+          "cudaDeviceGetAttribute", device);
+    while (shape > 0 && table_bytes(num_experts) + ring_bytes[shape] > limit) --shape;
+    return shape;
+}
+
 }  // namespace
 
 void cuda_grouped_product(const GroupedProduct& product, std::uintptr_t stream, int device) {
@@ -398,7 +407,10 @@ void cuda_grouped_product(const GroupedProduct& product, std::uintptr_t stream, 
     const cudaStream_t on = as_stream(stream);
     const std::int64_t shape =
         product.shape == 0 ? shape_for(product.num_rows, product.num_experts) : product.shape - 1;
-    switch (shape) {
+    if (shape < 0 || shape >= kNumTileShapes) {
+        throw std::invalid_argument("grouped product: unknown shape");
+    }
+    switch (shape_within(static_cast<int>(shape), product.num_experts, device)) {
         case 0:
             return launch<Few>(product, on, device);
         case 1:
@@ -407,18 +419,9 @@ void cuda_grouped_product(const GroupedProduct& product, std::uintptr_t stream, 
             return launch<More>(product, on, device);
         case 3:
             return launch<Many>(product, on, device);
-        case 4:
+        default:
             return launch<Most>(product, on, device);
-        case 5:
-            return launch<Try5>(product, on, device);
-        case 6:
-            return launch<Try6>(product, on, device);
-        case 7:
-            return launch<Try7>(product, on, device);
-        case 8:
-            return launch<Try8>(product, on, device);
     }
-    throw std::invalid_argument("grouped product: unknown shape");
 }
 
 }  // namespace weightsync

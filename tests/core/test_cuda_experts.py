@@ -35,17 +35,7 @@ from weightsync.native_experts import NUM_TILE_SHAPES
 ON = "cuda:0"
 TILE_SHAPES = range(1, NUM_TILE_SHAPES + 1)
 #: Rows of tiles, and of their weights.
-TILE_ROWS = {
-    1: (16, 64),
-    2: (32, 128),
-    3: (64, 128),
-    4: (128, 128),
-    5: (128, 256),
-    6: (32, 128),
-    7: (32, 64),
-    8: (32, 64),
-    9: (16, 32),
-}
+TILE_ROWS = {1: (16, 64), 2: (32, 128), 3: (64, 128), 4: (128, 128), 5: (128, 256)}
 COUNTS = (
     (1,),
     (0, 0, 5),

@@ -21,7 +21,7 @@ struct GroupedProduct {
     std::int64_t weight_rows;  // of an expert, a multiple of 8, or of 16 if gated
     std::int64_t inner;        // a multiple of 8
     std::int64_t row_stride;   // of states, in elements, a multiple of 8
-    std::int64_t shape;        // 1 to kNumTileShapes, or 0: as suits the number of rows
+    std::int64_t shape;        // at most; 1 to kNumTileShapes, or 0: as suits the number of rows
     bool is_gated;             // weights are gate before up; the result is silu(gate) * up
     const void* states;
     const std::int32_t* state_rows;  // or null
@@ -35,10 +35,9 @@ struct TileShape {
     std::int32_t rows;
     std::int32_t weight_rows;
 };
-inline constexpr int kNumTileShapes = 9;
-inline constexpr TileShape kTileShapes[kNumTileShapes] = {{16, 64},   {32, 128},  {64, 128},
-                                                          {128, 128}, {128, 256}, {32, 128},
-                                                          {32, 64},   {32, 64},   {16, 32}};
+inline constexpr int kNumTileShapes = 5;
+inline constexpr TileShape kTileShapes[kNumTileShapes] = {
+    {16, 64}, {32, 128}, {64, 128}, {128, 128}, {128, 256}};
 
 // Place of the shape for so many rows in all. Expert's rows spread around their mean: the tile is
 // twice of it where reading weights is what takes the time.
