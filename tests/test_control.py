@@ -234,78 +234,6 @@ def test_a_server_that_answers_byte_by_byte_runs_into_the_limit() -> None:
         thread.join(LIMIT_S)
 
 
-def test_who_was_roused_answers_the_next_call(handler: Handler) -> None:
-    handler.answer = lambda request: {"verb": type(request).__name__}
-    with serve(handler, token="t") as server, client_of(server.url, "t") as client:
-        for _ in range(2):
-            client.rouse(HeartbeatRequest("r"))
-            client.rouse(HeartbeatRequest("r"))
-            assert client.call(STATUS, limit_s=LIMIT_S) == {"verb": "StatusRequest"}
-            assert client.call(STATUS, limit_s=LIMIT_S) == {"verb": "StatusRequest"}
-    assert [type(r).__name__ for r in handler.requests] == [
-        *["HeartbeatRequest"] * 2, *["StatusRequest"] * 2,
-    ] * 2  # fmt: skip
-
-
-def test_what_was_said_to_rouse_may_be_refused(handler: Handler) -> None:
-    """The connection ends with it, and another one serves the call."""
-
-    def refuse(request: Request) -> Any:
-        if isinstance(request, HeartbeatRequest):
-            raise ValueError("not now")
-        return {"ok": True}
-
-    handler.answer = refuse
-    with serve(handler) as server, client_of(server.url) as client:
-        client.rouse(HeartbeatRequest("r"))
-        assert client.call(STATUS, limit_s=LIMIT_S) == {"ok": True}
-
-
-def test_rousing_nobody_raises_nothing(handler: Handler) -> None:
-    with serve(handler) as server:
-        client = HttpClient(server.url, None)
-        client.call(STATUS, limit_s=LIMIT_S)
-    client.rouse(HeartbeatRequest("r"))
-    with pytest.raises(PeerLostError, match="status"):
-        client.call(STATUS, limit_s=LIMIT_S)
-    client.rouse(HeartbeatRequest("r"))
-    client.close()
-
-
-def test_a_connection_that_ended_after_it_was_roused_is_made_anew() -> None:
-    """As one that idled for long: the server parts with it when it hears of it again."""
-    answer = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
-    ended = threading.Event()
-
-    def answer_the_second(server: socket.socket) -> None:
-        first, _ = server.accept()
-        with first:
-            first.recv(65_536)
-        ended.set()
-        second, _ = server.accept()
-        with second:
-            second.recv(65_536)
-            second.sendall(answer)
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        server.settimeout(LIMIT_S)
-        thread = threading.Thread(target=answer_the_second, args=(server,), daemon=True)
-        thread.start()
-        with client_of(f"http://127.0.0.1:{server.getsockname()[1]}") as client:
-            client.rouse(HeartbeatRequest("r"))
-            assert ended.wait(LIMIT_S)
-            assert client.call(STATUS, limit_s=LIMIT_S) == {}
-        thread.join(LIMIT_S)
-        assert not thread.is_alive()
-
-
-def test_who_was_roused_and_never_answers_runs_into_the_limit() -> None:
-    with silent() as url, client_of(url) as client:
-        client.rouse(HeartbeatRequest("r"))
-        with pytest.raises(DeadlineError, match="status"):
-            client.call(STATUS, limit_s=0.2)
-
-
 def test_nobody_listens() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -445,8 +373,6 @@ class Clock:
         self.limits.append(limit_s)
         self.left -= 1
         return {"pending": True} if self.left >= 0 else {"done": 1}
-
-    def rouse(self, request: Request) -> None: ...
 
     def close(self) -> None: ...
 

@@ -117,8 +117,6 @@ class Script:
         found: dict[str, Any] = answer
         return found
 
-    def rouse(self, request: Request) -> None: ...
-
     def close(self) -> None: ...
 
 

@@ -87,11 +87,6 @@ class ControlClient(Protocol):
         :class:`PeerLostError`. ``{"pending": true}`` in an answer: ask again."""
         ...
 
-    def rouse(self, request: Request) -> None:
-        """Send a request that changes nothing and whose answer nobody needs, ahead of one that must be
-        quick: whoever serves this thread's calls is awake then. Never raises."""
-        ...
-
     def close(self) -> None: ...
 
 
@@ -106,9 +101,6 @@ class LocalClient:
 
     def call(self, request: Request, *, limit_s: float) -> dict[str, Any]:
         return dict(self._handler(request))
-
-    def rouse(self, request: Request) -> None:
-        return None
 
     def close(self) -> None:
         return None
@@ -132,12 +124,16 @@ class HttpClient:
         self._is_closed = False
 
     def call(self, request: Request, *, limit_s: float) -> dict[str, Any]:
+        verb = verb_of(request)
         body = request_json(request).encode()
         if len(body) > MAX_BODY_BYTES:
             raise TooLargeError(f"{self.peer}: {name_of(request)}: {_too_large(len(body))}")
+        headers = {"Content-Type": "application/json"}
+        if self._token is not None:
+            headers["Authorization"] = f"Bearer {self._token}"
         start_s = time.monotonic()
         try:
-            status, answer = self._exchange(verb_of(request), body, max(limit_s, 1e-3))
+            status, answer = self._exchange(verb, body, headers, max(limit_s, 1e-3))
         except TimeoutError as error:
             self._drop()
             elapsed_s = time.monotonic() - start_s
@@ -151,48 +147,18 @@ class HttpClient:
             ) from error
         return _parse_answer(status, answer, self.peer)
 
-    def rouse(self, request: Request) -> None:
-        try:
-            self._send(verb_of(request), request_json(request).encode(), time.monotonic() + 1.0)
-            self._local.is_roused = True
-        except (OSError, http.client.HTTPException):
-            self._drop()
-
-    def _send(self, verb: str, body: bytes, until_s: float) -> socket.socket:
-        sock = self._quiet_socket(until_s)
-        headers = {"Content-Type": "application/json"}
-        if self._token is not None:
-            headers["Authorization"] = f"Bearer {self._token}"
-        if sock is None:
-            sock = self._connect(max(until_s - time.monotonic(), 1e-3))
-        sock.settimeout(max(until_s - time.monotonic(), 1e-3))
-        sock.sendall(request_bytes(self._host, PATH_PREFIX + verb, headers, body))
-        return sock
-
-    def _quiet_socket(self, until_s: float) -> socket.socket | None:
-        """The connection of this thread, if it can carry another request."""
-        sock: socket.socket | None = getattr(self._local, "sock", None)
-        if sock is None:
-            return None
-        if getattr(self._local, "is_roused", False):
-            self._local.is_roused = False
-            try:
-                is_last = read_response(sock, until_s, MAX_BODY_BYTES)[2]
-            except TimeoutError:
-                raise
-            except (OSError, http.client.HTTPException):
-                is_last = True
-            if is_last:
-                self._drop()
-                return None
-        if not _is_alive(sock):
-            self._drop()  # the server ends a connection that was silent for long
-            return None
-        return sock
-
-    def _exchange(self, verb: str, body: bytes, limit_s: float) -> tuple[int, bytes]:
+    def _exchange(
+        self, verb: str, body: bytes, headers: Mapping[str, str], limit_s: float
+    ) -> tuple[int, bytes]:
         until_s = time.monotonic() + limit_s
-        sock = self._send(verb, body, until_s)
+        sock: socket.socket | None = getattr(self._local, "sock", None)
+        if sock is not None and not _is_alive(sock):
+            self._drop()  # the server ends a connection that was silent for long
+            sock = None
+        if sock is None:
+            sock = self._connect(limit_s)
+        sock.settimeout(limit_s)
+        sock.sendall(request_bytes(self._host, PATH_PREFIX + verb, headers, body))
         status, answer, is_last = read_response(sock, until_s, MAX_BODY_BYTES)
         if is_last:
             self._drop()
@@ -222,7 +188,6 @@ class HttpClient:
             with self._lock:
                 self._all.discard(sock)
             self._local.sock = None
-            self._local.is_roused = False
 
     def close(self) -> None:
         """End every connection, also those that another thread waits on. Idempotent."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ class CancelToken:
     """
 
     def __init__(self) -> None:
-        self.is_cancelled = False
+        self._event = threading.Event()
         self.native_flag = native.CancelFlag()
         self.reason = ""
 
@@ -32,7 +33,11 @@ class CancelToken:
     def cancel(self, reason: str) -> None:
         self.reason = self.reason or reason
         self.native_flag.set()
-        self.is_cancelled = True
+        self._event.set()
+
+    @property
+    def is_cancelled(self) -> bool:
+        return self._event.is_set()
 
 
 class Deadline:

@@ -236,10 +236,6 @@ class EngineLink:
         with suppress(WeightSyncError):
             self.client.call(HeartbeatRequest(self.run_id), limit_s=self._options.lease_s)
 
-    def rouse(self) -> None:
-        """Something must be quick soon."""
-        self.client.rouse(HeartbeatRequest(self.run_id))
-
     # --- plan ---------------------------------------------------------------------------------------
 
     def plan(self, tensors: LocalTensors, source: Layout) -> Bound:

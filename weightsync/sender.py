@@ -471,8 +471,6 @@ class Update:
     ) -> tuple[Bound, Digests, list[Publication]]:
         """Plan, digests and publications, before the engine is asked for anything: it may pause."""
         link, sender = session.link, self._sender
-        if not session.is_begun:
-            link.rouse()  # its thread wakes up while the sources are looked at and digested
         bound = link.plan(tensors, source)
         published = link.ends.publish(bound, tensors)
         start_s = time.perf_counter()
