@@ -86,21 +86,28 @@ __device__ __forceinline__ void count_keys(const DeltaEmit<kind>& emit, DeltaDec
 }
 
 // All codes of a block to maps and steps. False, for all threads, if that cannot be: the state says
-// why. A thread that sets the state sees it itself, so that all leave at the same barrier.
+// why. It is only set and looked at by atomic operations, since a warp may set it while another
+// that came earlier looks: who sets it sees it itself, so that all leave at the same barrier.
 template <DeltaKind kind>
 __device__ __forceinline__ bool read_codes(const DeltaEmit<kind>& emit, const DeltaDecodeUnit& unit,
                                            Shared* shared, std::uint32_t warp, std::uint32_t lane) {
     DeltaDecodeBlock& block = shared->block;
     const WarpTeam team{lane};
     const bool is_first = warp == 0 && lane == 0;
-    const auto is_over = [&] { return __syncthreads_or(block.state != 0 ? 1 : 0) != 0; };
+    const auto is_over = [&] {
+        __syncwarp();
+        return __syncthreads_or(lane == 0 && atomicOr(&block.state, 0u) != 0 ? 1 : 0) != 0;
+    };
     if (is_first) {
-        block.state |= delta_open_block(emit.codes, emit.place.size,
-                                        emit.parameters->num_thresholds, unit.is_gaps != 0, &block);
+        set_bits(&block.state,
+                 delta_open_block(emit.codes, emit.place.size, emit.parameters->num_thresholds,
+                                  unit.is_gaps != 0, &block));
     }
     if (is_over()) return false;
     if (warp == 0) {
-        shared->end = delta_find_ends(team, emit.codes, block.high, block.num_codes, &block);
+        const std::uint32_t end =
+            delta_find_ends(team, emit.codes, block.high, block.num_codes, &block);
+        if (lane == 0) shared->end = end;
     }
     if (is_over()) return false;
     const bool has_class = static_cast<int>(warp) < block.num_classes;
@@ -109,7 +116,8 @@ __device__ __forceinline__ bool read_codes(const DeltaEmit<kind>& emit, const De
         delta_map_list(team, emit.codes, one.numbers, one.map_begin, block.map, &block);
     }
     if (is_over()) return false;
-    shared->chunks[warp] = delta_count_chunk(team, warp, &block);
+    const std::uint32_t in_chunk = delta_count_chunk(team, warp, &block);
+    if (lane == 0) shared->chunks[warp] = in_chunk;
     __syncthreads();
     if (is_first) {
         std::uint32_t before = 0;
@@ -117,7 +125,7 @@ __device__ __forceinline__ bool read_codes(const DeltaEmit<kind>& emit, const De
             block.chunk_before[chunk] = before;
             before += shared->chunks[chunk];
         }
-        block.state |= delta_open_exceptions(emit.codes, shared->end, &block);
+        set_bits(&block.state, delta_open_exceptions(emit.codes, shared->end, &block));
     }
     if (is_over()) return false;
     std::uint32_t steps = 0;
@@ -133,12 +141,12 @@ __device__ __forceinline__ bool read_codes(const DeltaEmit<kind>& emit, const De
     }
     if (is_over()) return false;
     if (warp == 1) delta_count_exceptions(team, &block);
-    if (is_first) block.state |= delta_take_steps(emit.codes, steps, &block);
+    if (is_first) set_bits(&block.state, delta_take_steps(emit.codes, steps, &block));
     return !is_over();
 }
 
 template <DeltaKind kind>
-__global__ __launch_bounds__(kDeltaThreads) void decode_kernel(Launch launch) {
+__global__ __launch_bounds__(kDeltaThreads, 6) void decode_kernel(Launch launch) {
     __shared__ Shared shared;
     const std::uint32_t thread = threadIdx.x;
     const std::uint32_t warp = thread / kWarpLanes;
