@@ -10,8 +10,8 @@ namespace {
 
 using namespace lanes;
 
-// Changes of one warp that shared memory holds: four blocks of threads a multiprocessor.
-constexpr std::uint32_t kCapacity = 288;
+// Changes of one warp that shared memory holds: five blocks of threads a multiprocessor.
+constexpr std::uint32_t kCapacity = 256;
 struct Launch {
     const DeltaSpanRow* rows;
     const std::int64_t* first_block;

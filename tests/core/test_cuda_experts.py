@@ -89,9 +89,10 @@ def test_gate_and_up_of_an_element_lie_sixteen_apart(tile_shape: int) -> None:
 
 def test_shapes_by_number_of_rows() -> None:
     found = [
-        native.extension.tile_shape_for(8 * batch, 128) for batch in (1, 32, 64, 256, 512, 8192)
+        native.extension.tile_shape_for(8 * batch, 128)
+        for batch in (1, 32, 64, 400, 512, 1024, 2048, 8192)
     ]
-    assert found == [1, 1, 2, 2, 3, 4]
+    assert found == [1, 1, 2, 2, 3, 5, 4, 4]
 
 
 def test_what_the_kernels_have() -> None:

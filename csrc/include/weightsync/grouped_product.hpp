@@ -43,9 +43,9 @@ inline constexpr TileShape kTileShapes[kNumTileShapes] = {
 // twice of it where reading weights is what takes the time.
 WEIGHTSYNC_HD_INLINE int shape_for(std::int64_t num_rows, std::int64_t num_experts) {
     if (num_rows <= 2 * num_experts) return 0;
-    if (num_rows <= 20 * num_experts) return 1;
+    if (num_rows <= 26 * num_experts) return 1;
     if (num_rows <= 48 * num_experts) return 2;
-    return 3;
+    return num_rows <= 96 * num_experts ? 4 : 3;
 }
 
 // Tiles side by side over an expert's weight.
