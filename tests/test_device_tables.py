@@ -176,11 +176,12 @@ def test_what_is_done_meanwhile_is_done_before_the_copy_is_waited_for(with_diges
     def moved() -> None:
         raise ValueError("it moved")
 
-    native.extension.cuda_copy(source, values[::-1].copy().ctypes.data, values.nbytes, 0)
+    other = values[::-1].copy()
+    native.extension.cuda_copy(source, other.ctypes.data, values.nbytes, 0)
     with pytest.raises(ValueError, match="it moved"):
         copy.run(meanwhile=moved)
     landed = bytes_at(target, values.nbytes, "cuda:0").view(np.uint32)
-    assert np.array_equal(landed, values[::-1]), "the error came when nothing was under way"
+    assert np.array_equal(landed, other), "the error came when nothing was under way"
     copy.close()
     for memory in memories:
         memory.close()

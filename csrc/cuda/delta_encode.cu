@@ -11,7 +11,7 @@ namespace {
 using namespace lanes;
 
 // Changes of one warp that shared memory holds: five blocks of threads a multiprocessor.
-constexpr std::uint32_t kCapacity = 256;
+constexpr std::uint32_t kCapacity = 288;
 struct Launch {
     const DeltaSpanRow* rows;
     const std::int64_t* first_block;

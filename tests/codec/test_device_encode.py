@@ -27,7 +27,7 @@ from weightsync.codec.spans import spans_of
 
 
 def check(
-    dtype: str, old: npt.NDArray[Any], new: npt.NDArray[Any], device: str, capacity: int = 256
+    dtype: str, old: npt.NDArray[Any], new: npt.NDArray[Any], device: str, capacity: int = 288
 ) -> list[Outcome]:
     """Outcomes by span; whatever was coded is what the CPU codes, digests too."""
     before, after = flat(old), flat(new)
