@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from engine_adapter.tensors import TensorEngine, _check_slot
-from weightsync import native
+from weightsync import device_tables, native
 from weightsync.device_tables import (
+    HostBuffer,
+    KeptBuffer,
     bytes_at,
     copy_with_digests,
     cuda_index,
@@ -20,7 +22,7 @@ from weightsync.device_tables import (
     synchronize,
 )
 from weightsync.digest import DigestTable, part_of
-from weightsync.errors import CapacityError, ConfigError, UnavailableError
+from weightsync.errors import CapacityError, ConfigError, TransportError, UnavailableError
 from weightsync.layout import Layout, PlacedBox, Region, TensorLayout
 from weightsync.plan import make_plan
 from weightsync.tables import DigestRows, digest_rows, segment_rows, table
@@ -297,3 +299,32 @@ def test_an_engine_on_two_devices() -> None:
     named = {"a": torch.zeros(4, device="cuda:0"), "b": torch.zeros(4)}
     with pytest.raises(ConfigError, match="the engine lies on several devices"):
         TensorEngine(named.items())
+
+
+def test_memory_that_is_kept_grows_and_may_be_plain(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept = KeptBuffer("cpu")
+    first = kept.room(100)
+    assert first.nbytes == 100
+    assert kept.room(120).ctypes.data == first.ctypes.data  # with a little to spare
+    assert kept.room(1000).nbytes == 1000
+    make = device_tables.HostBuffer
+
+    def refuse(num_bytes: int, device: str) -> HostBuffer:
+        if device != "cpu":
+            raise TransportError("cuda:0: cudaMallocHost: out of memory")
+        return make(num_bytes, device)
+
+    monkeypatch.setattr(device_tables, "HostBuffer", refuse)
+    kept = KeptBuffer("cuda:0")
+    for size in (5000, 100):  # what was not to be had once may be asked for less
+        room = kept.room(size)
+        room[:] = 7
+        assert room.nbytes == size
+    assert "5000 B of pinned memory" in caplog.text
+    kept.close()
+    assert kept.room(8).nbytes == 8
+    buffer = make(64, "cpu")
+    buffer.close()
+    assert (buffer.num_bytes, buffer.data.size) == (0, 0)

@@ -274,8 +274,12 @@ def test_a_version_is_reported_before_the_copy_has_advanced(
         timer.join()
 
 
+@pytest.mark.parametrize("error", [IntegrityError, MemoryError])
 def test_a_copy_that_cannot_advance_makes_the_next_version_full(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    error: type[Exception],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     net = model()
     advance, left = Snapshot.advance, [1]
@@ -283,7 +287,7 @@ def test_a_copy_that_cannot_advance_makes_the_next_version_full(
     def fail(*args: Any) -> None:
         if left:
             left.pop()
-            raise IntegrityError("as if the copy had rotted")
+            raise error("as if the copy had rotted")
         advance(*args)
 
     monkeypatch.setattr(Snapshot, "advance", fail)

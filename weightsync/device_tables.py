@@ -257,9 +257,38 @@ class HostBuffer:
 
     def close(self) -> None:
         """Free it. Idempotent."""
-        self.data = np.empty(0, dtype=np.uint8)
+        self.num_bytes, self.data = 0, np.empty(0, dtype=np.uint8)
         if self._free is not None:
             self._free()
+
+
+class KeptBuffer:
+    """Such memory for what comes again and again: to pin it takes longer than to fill it. What cannot be
+    pinned is ordinary memory. Used by one thread at a time."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._buffer = HostBuffer(0, CPU)
+
+    def room(self, num_bytes: int) -> npt.NDArray[np.uint8]:
+        """uint8 of this size, until the next call; what it holds is anything."""
+        if self._buffer.num_bytes < num_bytes:
+            self._buffer.close()
+            self._buffer = self._made(num_bytes + num_bytes // 4, num_bytes)
+        return self._buffer.data[:num_bytes]
+
+    def _made(self, num_bytes: int, needed: int) -> HostBuffer:
+        try:
+            return HostBuffer(num_bytes, self._device)
+        except TransportError as error:
+            _LOG.warning(
+                "%d B of pinned memory could not be had, copies are slower: %s", needed, error
+            )
+            return HostBuffer(num_bytes, CPU)
+
+    def close(self) -> None:
+        """Free it. Idempotent."""
+        self._buffer.close()
 
 
 def _free_host(ptr: int, index: int) -> None:

@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import numpy as np
 
 from weightsync.codec import block_digests
-from weightsync.codec.spans import Bytes
 from weightsync.config import DecodePlace, decode_place
 from weightsync.coverage import SlotIndex
 from weightsync.deadline import Deadline
@@ -28,7 +27,7 @@ from weightsync.device_delta import (
     decode_there,
 )
 from weightsync.device_patch import DecodedWrite, DeviceWrite
-from weightsync.device_tables import CPU, HostBuffer, synchronize
+from weightsync.device_tables import CPU, KeptBuffer, synchronize
 from weightsync.digest import DigestPart, DigestTable
 from weightsync.errors import (
     ConfigError,
@@ -89,7 +88,7 @@ class RankStore:
         self._layout, self._index, self._slots = layout, index, slots
         self._device, self._threads = device, num_threads
         self._decodes_at = DecodePlace.HOST if device == CPU else decode_place()
-        self._buffer = HostBuffer(0, device)
+        self._buffer = KeptBuffer(device)
         self._tables: Kept[tuple[Any, ...], DigestTable] = Kept(2)
         self._matches: Kept[tuple[Any, ...], _Match] = Kept(2)
         self._live_digests: Kept[tuple[tuple[str, int], ...], LiveDigests] = Kept(2)
@@ -140,7 +139,11 @@ class RankStore:
         fetched.seconds["fetch_open"] = opened_s - start_s
         fetched.seconds["fetch_match"] = time.perf_counter() - opened_s
         if self._decodes_at is DecodePlace.DEVICE:
-            self._decode_there(fetched, mine, deadline)
+            try:
+                self._decode_there(fetched, mine, deadline)
+            except BaseException:
+                fetched.close()
+                raise
             return fetched
         touched: dict[str, None] = {}
 
@@ -180,7 +183,7 @@ class RankStore:
         with ThreadPoolExecutor(1, "weightsync-digest") as pool:  # while files are read
             live_digests = pool.submit(table.compute, self._threads)
             steps = [mine[i][0].steps[0] for i in here if mine[i][0].steps]
-            buffer, records = read_records(steps, self._threads, self._room)
+            buffer, records = read_records(steps, self._threads, self._buffer.room, deadline.check)
             read_s = time.perf_counter()
             digests = live_digests.result()
         deadline.check()
@@ -218,12 +221,9 @@ class RankStore:
                 touched[name] = None
         fetched.touched = list(touched)
 
-    def _room(self, num_bytes: int) -> Bytes:
-        """Memory for the records of one delta, kept for the next: pinning takes longer than reading."""
-        if self._buffer.num_bytes < num_bytes:
-            self._buffer.close()
-            self._buffer = HostBuffer(num_bytes + num_bytes // 4, self._device)
-        return self._buffer.data[:num_bytes]
+    def close(self) -> None:
+        """Let go of memory that is kept from delta to delta; no job may be under way."""
+        self._buffer.close()
 
     def _match(self, chain: Chain) -> _Match:
         """Where what the deltas of a way speak of lives: as :meth:`_fetched`, and raises

@@ -134,6 +134,7 @@ class RankWork:
         if self._open is None:  # else a job may look into them
             self._digests.clear()
             self._places.clear()
+            self._store.close()
         for staging in self._staging.values():
             if staging.memory is not None:
                 staging.memory.close()

@@ -18,7 +18,7 @@ from typing import Any
 
 from weightsync.crew import Crew
 from weightsync.deadline import Deadline
-from weightsync.errors import SessionError, WeightSyncError
+from weightsync.errors import SessionError
 from weightsync.layout import Layout
 from weightsync.naming import Rule
 from weightsync.ranks import Meeting, answers_of
@@ -208,7 +208,7 @@ class LeadStoreSender(StoreSender):
         what = {"do": "advance", "version": version, "root": target.root}
         try:
             self._all(what, lambda: self._part.advance(version, target))
-        except WeightSyncError as error:
+        except Exception as error:  # too little memory, too
             _LOG.warning("after version %d, which is visible: %s", version, error)
 
     def _anchor(self) -> None:

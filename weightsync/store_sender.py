@@ -162,7 +162,7 @@ class StoreSender:
         """It is visible whatever happens here; if the copy cannot follow, the next one is full."""
         try:
             self._publisher.advance(encoded, manifest.target)
-        except WeightSyncError as error:
+        except Exception as error:  # too little memory, too
             _LOG.warning("after version %d, which is visible: %s", encoded.version, error)
 
     # --- behind the training step -------------------------------------------------------------------

@@ -100,7 +100,9 @@ class PinnedBytes {
         close(device);
         const std::size_t room = bytes + bytes / 4;  // pinning takes longer than what it is for
         void* memory = nullptr;
-        cuda::check(cudaMallocHost(&memory, room), "cudaMallocHost", device);
+        const cudaError_t error = cudaMallocHost(&memory, room);
+        if (error != cudaSuccess) cudaGetLastError();  // no fault of the next launch
+        cuda::check(error, "cudaMallocHost", device);
         ptr_ = static_cast<unsigned char*>(memory);
         size_ = room;
         return ptr_;

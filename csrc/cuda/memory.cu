@@ -43,7 +43,9 @@ void cuda_free(std::uint64_t ptr, int device) {
 std::uint64_t cuda_malloc_host(std::uint64_t num_bytes, int device) {
     const DeviceScope scope(checked_device(device));
     void* memory = nullptr;
-    check(cudaMallocHost(&memory, num_bytes), "cudaMallocHost", device);
+    const cudaError_t error = cudaMallocHost(&memory, num_bytes);
+    if (error != cudaSuccess) cudaGetLastError();
+    check(error, "cudaMallocHost", device);
     return as_address(memory);
 }
 

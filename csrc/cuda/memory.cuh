@@ -64,7 +64,9 @@ class DeviceArray {
         if (size == 0) return;
         const DeviceScope scope(device);
         void* memory = nullptr;
-        check(cudaMalloc(&memory, size * sizeof(T)), "cudaMalloc", device);
+        const cudaError_t error = cudaMalloc(&memory, size * sizeof(T));
+        if (error != cudaSuccess) cudaGetLastError();  // no fault of the next launch
+        check(error, "cudaMalloc", device);
         ptr_ = static_cast<T*>(memory);
         ++num_allocations;
     }

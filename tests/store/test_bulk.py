@@ -10,7 +10,7 @@ import pytest
 
 from tests.store.helpers import RUN, contents, weights
 from weightsync.codec.device_decode import PADDING_BYTES
-from weightsync.errors import IntegrityError, UnavailableError, WeightSyncError
+from weightsync.errors import DeadlineError, IntegrityError, UnavailableError, WeightSyncError
 from weightsync.store import LocalCheckpoint, Publisher, Store, bulk, payload
 from weightsync.store.bulk import Step, read_records
 from weightsync.store.weights import DeviceWeight, Joined, Weight
@@ -46,6 +46,40 @@ def test_records_are_those_that_are_read_one_by_one(
         assert b"".join(r.tobytes() for one in found for _, r in one) == joined
     data, found = read_records([], num_threads)
     assert (data.size, found) == (PADDING_BYTES, [])
+
+
+@pytest.mark.parametrize("num_threads", [1, 4])
+def test_reading_ends_when_its_time_does(
+    tmp_path: Path, num_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slow file system must not keep a rank past its deadline."""
+    monkeypatch.setattr(bulk, "READ_BYTES", 64)
+    _, steps = delta(tmp_path)
+    looks, reads = [0], [0]
+    read = bulk.read_exactly
+
+    def check() -> None:
+        looks[0] += 1
+        if looks[0] > 3:
+            raise DeadlineError("the store", "fetch", 1.0, 1.0)
+
+    def counted(*args: Any) -> None:
+        reads[0] += 1
+        read(*args)
+
+    monkeypatch.setattr(bulk, "read_exactly", counted)
+    with pytest.raises(DeadlineError):
+        read_records(steps, num_threads, check=check)
+    assert reads[0] == 3
+    reads[0] = 0
+    read_records(steps, num_threads, check=lambda: None)
+    assert reads[0] > 10
+
+
+def test_room_that_is_too_small_is_no_room(tmp_path: Path) -> None:
+    _, steps = delta(tmp_path)
+    with pytest.raises(ValueError, match="room"):
+        read_records(steps, 1, lambda num_bytes: np.empty(num_bytes - 1, dtype=np.uint8))
 
 
 def test_what_is_wrong_with_a_file_is_said(tmp_path: Path) -> None:

@@ -26,10 +26,14 @@ Step = tuple[Store, VersionManifest, TensorEntry]
 
 
 def read_records(
-    steps: Sequence[Step], num_threads: int, room: Callable[[int], Bytes] | None = None
+    steps: Sequence[Step],
+    num_threads: int,
+    room: Callable[[int], Bytes] | None = None,
+    check: Callable[[], None] = lambda: None,
 ) -> tuple[Bytes, list[list[tuple[Place, Bytes]]]]:
     """The memory that all records lie in, and by step its records: parts of that, unchecked but for
-    where they belong. ``room`` gives the memory, uint8 of that size.
+    where they belong. ``room`` gives the memory, uint8 of that size; ``check`` is called before every
+    ``READ_BYTES`` and raises what ends the reading.
 
     Raises :class:`UnavailableError` for a file that is not there, :class:`IntegrityError` for one that
     ends early or holds a record out of place.
@@ -37,6 +41,8 @@ def read_records(
     total = sum(entry.num_bytes for _, _, entry in steps)
     size = total + PADDING_BYTES
     data: Bytes = np.empty(size, dtype=np.uint8) if room is None else room(size)
+    if data.size != size:
+        raise ValueError(f"room for {size} bytes of records has {data.size}")
     data[total:] = 0
     pieces: list[tuple[AnyPath, int, Bytes]] = []
     found, start = [], 0
@@ -45,12 +51,17 @@ def read_records(
             part = data[start + at : start + min(at + READ_BYTES, size)]
             pieces.append((path, offset + at, part))
         start += size
+
+    def read(piece: tuple[AnyPath, int, Bytes]) -> None:
+        check()
+        read_exactly(*piece)
+
     if num_threads <= 1 or len(pieces) <= 1:
         for piece in pieces:
-            read_exactly(*piece)
+            read(piece)
     else:
         with ThreadPoolExecutor(min(num_threads, len(pieces)), "weightsync-read") as pool:
-            list(pool.map(lambda piece: read_exactly(*piece), pieces))
+            list(pool.map(read, pieces))
     start = 0
     for store, manifest, entry in steps:
         path = _path_of(store, manifest, entry)

@@ -226,8 +226,9 @@ class Publisher(StoreSource):
     # --- second half: writes the store --------------------------------------------------------------
 
     def commit(self, pending: Encoded) -> VersionManifest:
-        """Make it visible, then advance the snapshot. Raises as :meth:`publish_full`; the store and the
-        last version are then what they were."""
+        """Make it visible, then advance the snapshot. Raises as :meth:`publish_full`: the store and the
+        last version are then what they were, or, if only the snapshot could not advance, the version is
+        there and the next one is full."""
         manifest = self.make_visible(pending)
         self.advance(pending, manifest.target)
         return manifest
