@@ -6,6 +6,7 @@ import errno
 import http.client
 import json
 import pickle
+import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -116,6 +117,28 @@ def test_a_request_and_its_answer(handler: Handler) -> None:
         for _ in range(3):
             assert client.call(STATUS, limit_s=LIMIT_S) == {"ok": True}
     assert handler.requests == [STATUS] * 3
+
+
+def test_the_answer_of_an_interrupted_request_is_nobody_s() -> None:
+    """Ctrl-C while an answer is awaited: what comes after must not take that answer for its own."""
+    may_answer = threading.Event()
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def handle(request: Request) -> dict[str, Any]:
+        if isinstance(request, CommitRequest):
+            signal.pthread_kill(main, signal.SIGINT)
+            may_answer.wait(LIMIT_S)
+            return {"of": "commit"}
+        return {"of": "status"}
+
+    with serve(handle) as server, client_of(server.url) as client:
+        with pytest.raises(KeyboardInterrupt):
+            client.call(CommitRequest(session_id="s", wait_s=LIMIT_S), limit_s=LIMIT_S)
+        timer = threading.Timer(0.2, may_answer.set)
+        timer.start()
+        assert client.call(STATUS, limit_s=LIMIT_S) == {"of": "status"}
+        timer.join()
 
 
 def test_an_address_needs_no_scheme(handler: Handler) -> None:

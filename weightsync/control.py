@@ -145,6 +145,9 @@ class HttpClient:
                 f"{self.peer}: lost in stage {name_of(request)!r} after {elapsed_s:.1f} s "
                 f"({type(error).__name__}: {error}); is the engine running and listening there?"
             ) from error
+        except BaseException:  # interrupted: the answer that is still to come is nobody's
+            self._drop()
+            raise
         return _parse_answer(status, answer, self.peer)
 
     def _exchange(

@@ -1,8 +1,9 @@
 """What an engine must offer, in two protocols.
 
-*Updating* is about weights, *running* about generation. The receiver calls both from one thread of
-its own (or from the engine's loop, with ``Receiver.poll``), and touches slots only between ``pause``
-and ``resume``.
+*Updating* is about weights, *running* about generation. The receiver makes one call at a time, each from
+any of its threads (or all from the engine's loop, with ``Receiver.poll``), and touches slots only
+between ``pause`` and ``resume``. What belongs to a thread, such as a lock that only its owner may
+release, cannot be held from one call to another.
 """
 
 from __future__ import annotations

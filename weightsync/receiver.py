@@ -88,7 +88,7 @@ Ask = Callable[[Request, float], Mapping[str, Any]]
 class JobsBy(Enum):
     """Who runs work on bytes."""
 
-    THREAD = "thread"  # the receiver's own thread, under the adapter's pause
+    THREAD = "thread"  # threads of the receiver, one job at a time, under the adapter's pause
     POLL = "poll"  # the engine's loop, inside Receiver.poll()
 
 
@@ -142,7 +142,8 @@ class Receiver:
         self._is_started = False
         self._closed = False
         self._jobs_by = JobsBy.THREAD
-        self._took_s: dict[type[Request], float] = {}  # the last request of each kind
+        self._took_s: dict[type[Request], float] = {}  # the last work of each kind
+        self._began_s: dict[type[Request], float] = {}  # of what is asked for and not yet answered
         if world_size == 1:
             self._make_work(self._own_layout)
 
@@ -254,8 +255,8 @@ class Receiver:
         for thread in self._threads:  # the session thread first: it may need the other one yet
             self._join(thread)
             self._jobs.end()
-        if self._threads:
-            self._jobs.wait_until_free(_CLOSE_LIMIT_S)
+        if self._threads and not any(thread.is_alive() for thread in self._threads):
+            self._jobs.wait_until_free(_CLOSE_LIMIT_S)  # for a thread that was lent
         for future in list(self._answers.values()):
             with suppress(InvalidStateError):
                 future.set_exception(PeerLostError("the receiver of this engine was closed"))
@@ -400,13 +401,20 @@ class Receiver:
     def _ask_lending(self, request: Request, wait_s: float) -> Mapping[str, Any]:
         """The same; where the last of its kind was short, this thread does the work. Meanwhile it cannot
         say that something is pending, but a caller who hears nothing for long asks again."""
-        start_s = time.monotonic()
-        is_short = self._took_s.get(type(request), math.inf) < _SHORT_S
+        kind = type(request)
+        # Of work that takes several requests, from the first of them on.
+        start_s = self._began_s.setdefault(kind, time.monotonic())
+        is_short = self._took_s.get(kind, math.inf) < _SHORT_S
         lending = is_short and self._jobs_by is JobsBy.THREAD
         try:
-            return self._ask(request, wait_s, self._jobs.lending() if lending else nullcontext())
-        finally:
-            self._took_s[type(request)] = time.monotonic() - start_s
+            answer = self._ask(request, wait_s, self._jobs.lending() if lending else nullcontext())
+        except BaseException:
+            self._began_s.pop(kind, None)
+            raise
+        if not answer.get("pending"):
+            self._began_s.pop(kind, None)
+            self._took_s[kind] = time.monotonic() - start_s
+        return answer
 
     def ask(
         self,

@@ -297,6 +297,9 @@ def _begin(state: LeaderState, event: Begin, now_s: float) -> Step:
         if state.phase is Phase.OPENING:  # a repeated request waits with the first
             return evolve(state, callers=(*state.callers, event.request)), []
         return state, [Answer(event.request, {"phase": state.phase.value})]
+    if state.spec == spec and event.epoch == state.epoch:  # asked again: why it is being aborted
+        refused = _not_usable(state, spec.session_id, event.request)
+        return state, [] if refused is None else [refused]
     error = _refusal(state, event, now_s)
     if error is not None:
         return state, [Answer(event.request, error=error)]

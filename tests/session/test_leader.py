@@ -524,6 +524,16 @@ class TestStages:
         assert all(isinstance(e, IntegrityError) and "still serves" in str(e) for e in failures)
         assert bench.state.taint is None
 
+    def test_a_begin_that_is_asked_again_learns_why_too(self) -> None:
+        """Its answer was lost, and with it what went wrong."""
+        bench = ready().reach(Phase.MOVING)
+        bench.report(Stage.MOVE, 1, error=IntegrityError("digest of 'x' differs"))
+        assert bench.state.phase is Phase.ABORTING
+        bench.feed(Begin(77, "L1", SPEC))
+        error = bench.answers()[77].error
+        assert isinstance(error, IntegrityError)
+        assert "digest of 'x' differs" in str(error)
+
     def test_a_rank_that_gave_up_aborts(self) -> None:
         bench = ready().reach(Phase.OPEN)
         bench.report(Stage.ABORT, 1)
