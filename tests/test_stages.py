@@ -34,6 +34,7 @@ from weightsync.messages import (
     BeginRequest,
     CommitRequest,
     HeartbeatRequest,
+    MoveRequest,
     PrepareRequest,
     Request,
     Stage,
@@ -343,12 +344,29 @@ def test_an_engine_that_let_the_run_go_is_connected_again() -> None:
         assert engine.generate() == (2, digests(weights(2)))
 
 
+def test_prepare_and_commit_are_asked_again_when_all_is_done() -> None:
+    """Their answer was lost: the same comes again, and nothing is done twice."""
+    with (
+        Receiver(engine_of(0)) as receiver,
+        Sender.connect([receiver.url], run_id="run", **OPTIONS) as sender,
+    ):
+        session_id = only(refit(sender, 1, weights(1))).session_id
+        again = [
+            encode_stage(stage)
+            for stage in (PrepareRequest(session_id, [{}], 5.0), CommitRequest(session_id, 5.0))
+        ]
+        answers = receiver.handle(StagesRequest(again, 5.0))["answers"]
+        assert answers[0]["phase"] == "prepared"
+        assert answers[1]["outcome"] == "committed"
+        assert answers[1]["stats"]
+
+
 def test_a_session_that_ended_takes_no_further_stage() -> None:
     with (
         Receiver(engine_of(0)) as receiver,
         Sender.connect([receiver.url], run_id="run", **OPTIONS) as sender,
     ):
         report = refit(sender, 1, weights(1))
-        entry = encode_stage(PrepareRequest(only(report).session_id, [{}], 5.0))
+        entry = encode_stage(MoveRequest(only(report).session_id, 1, "", [], 5.0))
         with pytest.raises(SessionError, match="ended: committed"):
             receiver.handle(StagesRequest([entry], 5.0))

@@ -387,6 +387,9 @@ def _move(state: LeaderState, event: Move, now_s: float) -> Step:
 
 
 def _prepare(state: LeaderState, event: Prepare, now_s: float) -> Step:
+    ended = outcome_of(state, event.session_id)
+    if ended is not None and ended.outcome is Outcome.COMMITTED:  # asked again, with its commit
+        return state, [Answer(event.request, {"phase": Phase.PREPARED.value})]
     if (wrong := _not_usable(state, event.session_id, event.request)) is not None:
         return state, [wrong]
     if state.phase is Phase.PREPARED or state.phase in _DECIDED:
