@@ -20,7 +20,6 @@ from transports.cuda_memory import DEVICE, OnCuda
 from transports.fake_device import FakeDevice
 from transports.pairs import Pair, connect, deadline, random_bytes, row, table
 from transports.stream_contract import StreamContract
-from weightsync.device_tables import CudaCopy
 from weightsync.errors import TransportError, UnavailableError
 from weightsync.native import CONVERT_FP32_TO_BF16, copy_segments, digest_segments
 from weightsync.tables import DigestRows, digest_rows
@@ -154,8 +153,8 @@ class TestMapped(_P2p, FullContract):
         ptr = pair.open([remote], [local])[0]
         copy, refresh, withdrawn = PeerMemory.run, EpochBoard.refresh, threading.Event()
 
-        def withdrawn_meanwhile(memory: PeerMemory, work: CudaCopy) -> DeviceCopied:
-            found = copy(memory, work)
+        def withdrawn_meanwhile(memory: PeerMemory, *work: Any) -> DeviceCopied:
+            found = copy(memory, *work)
             pair.source.direct().withdraw()
             withdrawn.set()
             return found
