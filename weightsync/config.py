@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 from enum import Enum
 from pathlib import Path
+from typing import TypeVar
 
 from weightsync.errors import ConfigError
+
+_Choice = TypeVar("_Choice", bound=Enum)
 
 
 def cache_dir() -> Path:
@@ -66,12 +69,7 @@ class DecodePlace(Enum):
 
 def decode_place() -> DecodePlace:
     """``$WEIGHTSYNC_DECODE``: ``device`` (default), or ``host``."""
-    name = os.environ.get("WEIGHTSYNC_DECODE") or DecodePlace.DEVICE.value
-    try:
-        return DecodePlace(name)
-    except ValueError as error:
-        known = ", ".join(place.value for place in DecodePlace)
-        raise ConfigError(f"WEIGHTSYNC_DECODE={name!r}; known: {known}") from error
+    return _chosen("WEIGHTSYNC_DECODE", DecodePlace.DEVICE)
 
 
 class ExpertProducts(Enum):
@@ -83,9 +81,15 @@ class ExpertProducts(Enum):
 
 def expert_products() -> ExpertProducts:
     """``$WEIGHTSYNC_EXPERTS``: ``own`` (default) or ``torch``."""
-    name = os.environ.get("WEIGHTSYNC_EXPERTS") or ExpertProducts.OWN.value
+    return _chosen("WEIGHTSYNC_EXPERTS", ExpertProducts.OWN)
+
+
+def _chosen(variable: str, default: _Choice) -> _Choice:
+    """A member of the default's kind by its value. Raises :class:`ConfigError` for what is none."""
+    kind = type(default)
+    name = os.environ.get(variable) or default.value
     try:
-        return ExpertProducts(name)
+        return kind(name)
     except ValueError as error:
-        known = ", ".join(way.value for way in ExpertProducts)
-        raise ConfigError(f"WEIGHTSYNC_EXPERTS={name!r}; known: {known}") from error
+        known = ", ".join(member.value for member in kind)
+        raise ConfigError(f"{variable}={name!r}; known: {known}") from error

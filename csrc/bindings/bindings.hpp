@@ -3,6 +3,8 @@
 
 #include <pybind11/pybind11.h>
 
+#include <array>
+#include <cstddef>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
@@ -33,6 +35,13 @@ void bind_cuda(pybind11::module_& module);
 void bind_cuda_memory(pybind11::module_& module);
 void bind_cuda_core(pybind11::module_& module);
 void bind_experts(pybind11::module_& module);
+
+// Sizes and addresses of what is called once a layer travel as tuples in the order of the structs,
+// which costs little; one module of the package is the only caller.
+template <std::size_t count>
+using Numbers = std::array<std::int64_t, count>;
+template <std::size_t count>
+using Addresses = std::array<std::uintptr_t, count>;
 
 // Addresses cross the border as plain integers; 0 is null.
 template <typename T>

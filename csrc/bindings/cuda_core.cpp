@@ -3,7 +3,6 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
-#include <array>
 #include <vector>
 
 #include "bindings.hpp"
@@ -14,13 +13,6 @@ namespace py = pybind11;
 
 namespace weightsync::bindings {
 namespace {
-
-// Sizes and addresses travel as tuples in the order of the structs, so that a call per layer costs
-// little; weightsync/native_cuda_core.py is the only caller.
-template <std::size_t count>
-using Numbers = std::array<std::int64_t, count>;
-template <std::size_t count>
-using Addresses = std::array<std::uintptr_t, count>;
 
 FloatType checked_dtype(int dtype) {
     if (dtype < 0 || dtype > static_cast<int>(FloatType::fp16)) {

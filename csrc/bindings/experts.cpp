@@ -2,7 +2,6 @@
 
 #include <pybind11/stl.h>
 
-#include <array>
 #include <tuple>
 #include <vector>
 
@@ -12,11 +11,6 @@ namespace py = pybind11;
 
 namespace weightsync::bindings {
 namespace {
-
-template <std::size_t count>
-using Numbers = std::array<std::int64_t, count>;
-template <std::size_t count>
-using Addresses = std::array<std::uintptr_t, count>;
 
 using Tile = std::tuple<std::int32_t, std::int32_t, std::int32_t, std::int32_t>;
 

@@ -67,7 +67,7 @@ def lay_out(
 
 
 class Arena:
-    """Tensors of one tag on one device, by shape and dtype word; their contents are whatever was there.
+    """Tensors of one tag on one device, by shape and dtype; their contents are whatever was there.
 
     ``purpose`` (by default the tag) and ``remedy`` say for what there is too little, and what to
     change. Raises :class:`CapacityError` with the bytes needed and available.
