@@ -19,8 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine_adapter.core.few_rows import MOST_FEW_ROWS, multiply_few, takes
+from engine_adapter.core.few_rows import multiply_few, takes
 from weightsync.config import SmallProducts, set_default_env, small_products
+from weightsync.native_few_rows import MOST_FEW_ROWS
 
 #: To be set before the process first uses cuBLAS.
 ENVIRONMENT: Final = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from engine_adapter.core.cuda_products import cancelling_operands, prepare_cublas
 from engine_adapter.core.cuda_rows import cuda_gated
-from engine_adapter.core.few_rows import MOST_FEW_ROWS, multiply_few, takes
+from engine_adapter.core.few_rows import multiply_few, takes
 from weightsync import native
 from weightsync.config import small_products
 from weightsync.errors import ConfigError
-from weightsync.native_few_rows import FewRowsSizes
+from weightsync.native_few_rows import MOST_FEW_ROWS, FewRowsSizes
 
 SHARED_BYTES = 232_448  # of a block, on an H100
 SHAPES = [(8, 32), (16, 64), (64, 96), (131 * 8, 160), (1024, 3072), (4096, 4096), (4096, 12_288)]
