@@ -73,6 +73,7 @@ class _Pull:
     deadline: Deadline
     lock: threading.Lock  # around what is counted for all of them
     glance: Glance
+    behind: Callable[[], None]  # called when all is on lane 0 of a device, if that is seen
 
 
 class RankMoves:
@@ -140,12 +141,15 @@ class RankMoves:
         share: PlanShare,
         deadline: Deadline,
         glance: Glance,
+        behind: Callable[[], None],
     ) -> Digests | None:
         """Everything that the plan brings to this rank lands; see :meth:`_read_direct`. ``glance`` is
-        taken meanwhile."""
+        taken meanwhile. ``behind`` may be called when a read from a single source is on lane 0 of the
+        device, before it has landed."""
         plan = self._plans[share.plan.digest]
         published = _published_in(job.payload.get("sources"))
-        pull = _Pull(opened, job.move_id, plan, published, deadline, threading.Lock(), glance)
+        lock = threading.Lock()
+        pull = _Pull(opened, job.move_id, plan, published, deadline, lock, glance, behind)
         if share.plan.contract is Contract.DIRECT:
             found = _at_once(pull, share.sources, self._read_direct)
             opened.coverage.all_arrived(job.move_id)
@@ -187,8 +191,15 @@ class RankMoves:
         with pull.lock:
             opened.stats.add("register", spent_s)
             opened.touch()
+        is_alone = len(pull.plan.share.sources) == 1
+
+        def meanwhile() -> None:
+            if is_alone and not has_digests:  # else others may still be landing
+                pull.behind()
+            pull.glance.take_here()
+
         if direct.digests_reads:
-            prepared.meanwhile = pull.glance.take_here
+            prepared.meanwhile = meanwhile
         else:
             pull.glance.take_aside()
         start_s = time.perf_counter()

@@ -31,7 +31,12 @@ from weightsync.device_tables import (
     segment_copy,
 )
 from weightsync.engine import EngineAdapter
-from weightsync.errors import IntegrityError, SessionError, WeightSyncError
+from weightsync.errors import (
+    IntegrityError,
+    SessionError,
+    UnknownNameError,
+    WeightSyncError,
+)
 from weightsync.faults import reach
 from weightsync.glance import Glance
 from weightsync.kept import Kept
@@ -131,6 +136,7 @@ class RankWork:
         """Let go of everything; what a job still works on stays mapped for it."""
         self.drop_endpoints()
         self._looker.shutdown(wait=False)
+        self._digests.close()
         if self._open is None:  # else a job may look into them
             self._digests.clear()
             self._places.clear()
@@ -184,15 +190,35 @@ class RankWork:
         if job.payload.get("store") is not None:
             self._fetch(opened, job.payload["store"], token)
             return
+        self._digests.drop_early(opened)  # more is about to land
         share = self._moves.expect(opened, job)
         deadline = self._deadline(opened.spec, opened.spec.deadline_s, "move", token)
+
+        def behind() -> None:
+            if self._is_whole(opened):
+                self._digests.start_landed(opened, [*opened.moves, share])
+
         with opened.stats.timed("move"), self._glance("while reading").around() as glance:
-            digests = self._moves.move(opened, job, share, deadline, glance)
+            digests = self._moves.move(opened, job, share, deadline, glance, behind)
+        is_whole = self._is_whole(opened)
         opened.coverage.settle()
         opened.moves.append(share)
         opened.read_digests.append(digests)
+        if is_whole and opened.early is None and any(d is None for d in opened.read_digests):
+            self._digests.start_landed(opened, opened.moves)
         opened.stats.num_bytes += int(share.num_bytes.sum())
         reach("engine.moved")
+
+    def _is_whole(self, opened: OpenSession) -> bool:
+        """Whether nothing more can come in this session once the moves under way have ended."""
+        try:
+            return opened.coverage.is_whole_with_expected(self._scope_names(opened))
+        except UnknownNameError:  # said in prepare, as of any scope
+            return False
+
+    def _scope_names(self, opened: OpenSession) -> frozenset[str] | None:
+        names = opened.spec.scope.names
+        return None if names is None else frozenset(self.layout.resolve(names, "engine"))
 
     def _fetch(self, opened: OpenSession, source: Mapping[str, Any], token: CancelToken) -> None:
         """Instead of a trainer's move: everything there is to take from a store."""
@@ -223,11 +249,9 @@ class RankWork:
             raise SessionError(
                 "a delta comes from a store; a trainer's update is staged or in place"
             )
-        manifest = Manifest.from_json(job.payload.get("manifest"), self._digests.basis(opened))
-        names = opened.spec.scope.names
-        if names is not None:
-            names = frozenset(self.layout.resolve(names, "engine"))
-        opened.coverage.check_scope(names)
+        basis = self._digests.basis(opened.moves)
+        manifest = Manifest.from_json(job.payload.get("manifest"), basis)
+        opened.coverage.check_scope(self._scope_names(opened))
         with opened.stats.timed("verify"):
             manifest.check(self._digests.landed(opened, manifest), "what landed")
         opened.manifest = manifest
@@ -364,6 +388,7 @@ class RankWork:
         taint = job.taint
         try:
             if self._open is not None:
+                self._digests.drop_early(self._open)
                 self._take_back(self._open)
                 self._adapter.abort()
         except BaseException as error:
