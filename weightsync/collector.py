@@ -40,6 +40,12 @@ class Collector:
         if len(found) == len(everyone):  # a mapping need not have all that a rule speaks of
             check_used(self._module.rules, frozenset().union(*found))
 
+    @staticmethod
+    def is_one_part(source: Any) -> bool:
+        """Whether all of a source is collected at once."""
+        is_mapping = hasattr(source, "items") or isinstance(source, list | tuple)
+        return is_mapping or hasattr(source, "named_parameters")
+
     def collect(self, source: Any) -> Iterator[tuple[LocalTensors, Mapping[str, str]]]:
         """Each part with what the rules dropped of it. Modules, mappings and lists are one part; a
         generator is one for each bucket. Raises :class:`ConfigError` for what cannot be sent."""

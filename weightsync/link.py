@@ -347,6 +347,28 @@ class EngineLink:
         self._wait_for_stages({"begin": begin, "move": move}, self._stage_limit_s)
         self.ends.was_told(published)
 
+    def begin_to_commit(
+        self,
+        session_id: str,
+        version: int,
+        scope: list[str] | None,
+        move_id: int,
+        bound: Bound,
+        published: Sequence[Publication],
+        manifests: list[dict[str, Any]],
+    ) -> dict[str, Any]:
+        """A whole session of one move that is read directly, in one exchange; answered as ``commit``."""
+        stages: Mapping[str, Callable[[float], Stage]] = {
+            "begin": self._begin_request(session_id, version, scope),
+            "move": self._move_request(session_id, move_id, bound, published),
+            "prepare": self._prepare_request(session_id, manifests),
+            "commit": lambda wait_s: CommitRequest(session_id, wait_s),
+        }
+        limit_s = self._stage_limit_s + self._commit_limit_s
+        answer = self._wait_for_stages(stages, limit_s)[-1]
+        self.ends.was_told(published)
+        return answer
+
     def move(
         self,
         session_id: str,

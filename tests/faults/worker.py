@@ -262,6 +262,12 @@ class TrainerCommands:
             self._report = update.report
         return report_json(update.report) if update.report is not None else {}
 
+    def update_weights(self, version: int) -> dict[str, Any]:
+        """The same in one call."""
+        fill(self._source, version)
+        report = self._connected().update_weights(self._source, version=version)
+        return report_json(report)
+
     def refits(self, first: int, count: int) -> None:
         """Many full updates, with other bytes each time."""
         fill(self._source, first)
