@@ -9,10 +9,10 @@ its first step to the engine's last acknowledgement. The peers are our own writi
                         acknowledged bucket by bucket
     handle a tensor     CUDA IPC handles of all tensors in one message, a copy each
 
-They verify nothing; ours are whole transactions, digests included: an update that is sent to, and the same in one
-call (``update_weights``), which is one exchange. Everything is checked before it is timed; rounds are interleaved,
-with rests in which the device clears what the way before gave back; the floor is one device copy of as many
-bytes, taken in every round.
+They verify nothing; ours are whole transactions, digests included: an update that is sent to, and the same
+in one call (``update_weights``), which is one exchange. Everything is checked before it is timed; rounds are
+interleaved, with rests in which the device clears what the way before gave back; the floor is one device copy
+of as many bytes, taken in every round.
 
     python benchmarks/refit_peers_cuda.py [--tiny] [--rounds N] [--model NAME ...] [--only ours] [--json FILE]
 """
