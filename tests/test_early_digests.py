@@ -15,6 +15,7 @@ from weightsync.deadline import CancelToken
 from weightsync.digest import DigestTable
 from weightsync.errors import IntegrityError, ProtocolError, UpdateFailedError, WeightSyncError
 from weightsync.layout import join_layouts
+from weightsync.manifest import Manifest, manifest_basis
 from weightsync.native import copy_segments
 from weightsync.plan import RefitPlan, make_plan
 from weightsync.rank_digests import RankDigests
@@ -226,6 +227,7 @@ class Rank:
             capabilities=LoopbackTransport().capabilities(), choice=ContractChoice.DIRECT,
         )  # fmt: skip
         self.work.add_plan(self.plan, joint)
+        self._sent = digests({n: a for d in arrays for n, a in d.items()})
         self.seen: list[tuple[str, bool]] = []  # and whether digests were begun by then
         for rank, source in enumerate(sources):
             self.work.set_endpoint(Peer(source, self.note), rank)  # type: ignore[arg-type]
@@ -242,6 +244,11 @@ class Rank:
         spec = SessionSpec("s", "run", 1, Scope(), Placement.IN_PLACE, 20.0, 20.0)
         return self.work.run(StartJob(job, spec, **fields), CancelToken()).error
 
+    def manifest(self) -> dict[str, Any]:
+        metas = self.plan.metas
+        found = np.array([self._sent[m.name] for m in metas], dtype=np.uint64)
+        return Manifest(manifest_basis([(self.plan.digest, metas)]), found).to_json()
+
     def move(self, **payload: Any) -> BaseException | None:
         sources = [[rank, "1", {}] for rank in self.work._moves.endpoints]
         fields = {"plan_digest": self.plan.digest, "sources": sources, **payload}
@@ -255,6 +262,44 @@ def test_on_a_device_it_is_enqueued_behind_the_copy() -> None:
     assert rank.move() is None
     assert rank.seen == [("enqueued", False), ("there", True)]
     assert rank.early.wait().tolist() == list(digests({"a": array}).values())
+    rank.work.close()
+
+
+def test_a_manifest_that_is_foreseen_is_read_while_the_device_works(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rank, read = Rank({"a": np.arange(100, dtype=np.float32)}), []
+    from_json = Manifest.from_json
+
+    def reading(value: Any, basis: Any) -> Manifest:
+        read.append(value)
+        return from_json(value, basis)
+
+    monkeypatch.setattr(Manifest, "from_json", reading)
+    manifest = rank.manifest()
+    rank.work.foresee("another", manifest)
+    assert (rank.run(Job.OPEN), rank.move(), read) == (None, None, [])
+    rank.run(Job.DISCARD)
+    rank.work.foresee("s", manifest)
+    assert (rank.run(Job.OPEN), rank.move(), read) == (None, None, [manifest])
+    assert rank.run(Job.PREPARE, payload={"manifest": manifest}) is None
+    assert read == [manifest], "and not again"
+    rank.work.close()
+
+
+def test_what_is_foreseen_does_not_stand_for_what_comes() -> None:
+    """Be it wrong, or another's: prepare looks at what it is given."""
+    rank = Rank({"a": np.arange(100, dtype=np.float32)})
+    good = rank.manifest()
+    other = Manifest(rank.work._digests.basis([]), np.zeros(0, np.uint64)).to_json()
+    for foreseen, given, error in (
+        (good, dict(other), IntegrityError), (other, dict(good), None), ({"plans": 3}, good, None),
+    ):  # fmt: skip
+        rank.work.foresee("s", foreseen)
+        assert (rank.run(Job.OPEN), rank.move()) == (None, None)
+        found = rank.run(Job.PREPARE, payload={"manifest": given})
+        assert found is None if error is None else isinstance(found, error)
+        rank.run(Job.DISCARD)
     rank.work.close()
 
 

@@ -37,8 +37,10 @@ from weightsync.errors import (
     VersionError,
 )
 from weightsync.messages import Request, name_of
+from weightsync.rank_work import _JOBS, RankWork
 from weightsync.receiver import Receiver, ReceiverHooks
 from weightsync.sender import Sender
+from weightsync.session import Job
 from weightsync.transports.loopback import Fault
 from weightsync.types import Contract, Outcome
 
@@ -84,6 +86,23 @@ def test_one_trainer_and_one_engine_need_one_exchange(placement: str) -> None:
             assert report.num_bytes == sum(np.asarray(a).nbytes for a in weights(version).values())
             assert report.version == version
         assert report.root == only(refit(sender, 3, weights(2))).root, "the same bytes"
+
+
+def test_what_one_exchange_says_of_prepare_is_known_when_bytes_move(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[tuple[bool, bool]] = []
+    move = RankWork._do_move
+
+    def moving(this: RankWork, job: Any, token: Any) -> None:
+        session_id, manifest = this._foreseen
+        seen.append((session_id == job.spec.session_id, "root" in manifest))
+        move(this, job, token)
+
+    monkeypatch.setattr("weightsync.rank_work._JOBS", {**_JOBS, Job.MOVE: moving})
+    with connected(engine_of(0), **DIRECT) as (sender, _):
+        push(sender, 1)
+    assert seen == [(True, True)]
 
 
 def test_a_part_of_the_model() -> None:

@@ -63,6 +63,17 @@ class _Plan:
 
 
 @dataclass(frozen=True)
+class Beside:
+    """What else is done while bytes move."""
+
+    glance: Glance
+    #: Called when a read from a single source is on lane 0 of a device, before it has landed.
+    behind: Callable[[], None]
+    #: Called while a device is at work.
+    meanwhile: Callable[[], None]
+
+
+@dataclass(frozen=True)
 class _Pull:
     """One move, as each of the threads that carry it out sees it."""
 
@@ -72,8 +83,7 @@ class _Pull:
     published: dict[int, Published]
     deadline: Deadline
     lock: threading.Lock  # around what is counted for all of them
-    glance: Glance
-    behind: Callable[[], None]  # called when all is on lane 0 of a device, if that is seen
+    beside: Beside
 
 
 class RankMoves:
@@ -140,21 +150,17 @@ class RankMoves:
         job: StartJob,
         share: PlanShare,
         deadline: Deadline,
-        glance: Glance,
-        behind: Callable[[], None],
+        beside: Beside,
     ) -> Digests | None:
-        """Everything that the plan brings to this rank lands; see :meth:`_read_direct`. ``glance`` is
-        taken meanwhile. ``behind`` may be called when a read from a single source is on lane 0 of the
-        device, before it has landed."""
+        """Everything that the plan brings to this rank lands; see :meth:`_read_direct`."""
         plan = self._plans[share.plan.digest]
         published = _published_in(job.payload.get("sources"))
-        lock = threading.Lock()
-        pull = _Pull(opened, job.move_id, plan, published, deadline, lock, glance, behind)
+        pull = _Pull(opened, job.move_id, plan, published, deadline, threading.Lock(), beside)
         if share.plan.contract is Contract.DIRECT:
             found = _at_once(pull, share.sources, self._read_direct)
             opened.coverage.all_arrived(job.move_id)
             return _total(found, share)
-        glance.take_aside()
+        beside.glance.take_aside()
         _at_once(pull, share.sources, self._receive_stream)
         return None
 
@@ -195,13 +201,14 @@ class RankMoves:
 
         def meanwhile() -> None:
             if is_alone and not has_digests:  # else others may still be landing
-                pull.behind()
-            pull.glance.take_here()
+                pull.beside.behind()
+            pull.beside.glance.take_here()
+            pull.beside.meanwhile()
 
         if direct.digests_reads:
             prepared.meanwhile = meanwhile
         else:
-            pull.glance.take_aside()
+            pull.beside.glance.take_aside()
         start_s = time.perf_counter()
         try:
             direct.read(prepared, deadline)

@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, Final
 
@@ -20,7 +20,7 @@ import numpy as np
 
 from weightsync.binding import place_table, plan_staging, slot_spots
 from weightsync.bucket import as_dtype
-from weightsync.coverage import Coverage, SlotIndex
+from weightsync.coverage import Coverage, PlanShare, SlotIndex
 from weightsync.deadline import CancelToken, Deadline
 from weightsync.device_tables import (
     CPU,
@@ -45,7 +45,7 @@ from weightsync.manifest import Manifest
 from weightsync.plan import RefitPlan
 from weightsync.rank_apply import DeltaApply
 from weightsync.rank_digests import RankDigests
-from weightsync.rank_moves import RankMoves
+from weightsync.rank_moves import Beside, RankMoves
 from weightsync.rank_session import OpenSession, ReceiverHooks, SessionStats, Staging
 from weightsync.rank_store import RankStore
 from weightsync.session import Job, JobDone, SessionSpec, StartJob, Version
@@ -89,6 +89,7 @@ class RankWork:
         self._store = RankStore(self.layout, self._index, self._slots, self._device, num_threads)
         self._places: Kept[tuple[Any, ...], tuple[SegmentCopy, SegmentCopy]] = Kept(8)
         self._open: OpenSession | None = None
+        self._foreseen: tuple[str, Any] = ("", None)
         self._version: Version | None = None  # that this rank resumed with
         self.stats = SessionStats()
 
@@ -194,12 +195,15 @@ class RankWork:
         share = self._moves.expect(opened, job)
         deadline = self._deadline(opened.spec, opened.spec.deadline_s, "move", token)
 
+        moves = [*opened.moves, share]
+
         def behind() -> None:
             if self._is_whole(opened):
-                self._digests.start_landed(opened, [*opened.moves, share])
+                self._digests.start_landed(opened, moves)
 
         with opened.stats.timed("move"), self._glance("while reading").around() as glance:
-            digests = self._moves.move(opened, job, share, deadline, glance, behind)
+            beside = Beside(glance, behind, lambda: self._read_ahead(opened, moves))
+            digests = self._moves.move(opened, job, share, deadline, beside)
         is_whole = self._is_whole(opened)
         opened.coverage.settle()
         opened.moves.append(share)
@@ -208,6 +212,25 @@ class RankWork:
             self._digests.start_landed(opened, opened.moves)
         opened.stats.num_bytes += int(share.num_bytes.sum())
         reach("engine.moved")
+
+    def foresee(self, session_id: str, manifest: Any) -> None:
+        """What the prepare of a session will bring, where its exchange says so ahead."""
+        self._foreseen = (session_id, manifest)
+
+    def _read_ahead(self, opened: OpenSession, moves: Sequence[PlanShare]) -> None:
+        session_id, value = self._foreseen
+        if session_id != opened.spec.session_id or not self._is_whole(opened):
+            return
+        with suppress(WeightSyncError):  # what is wrong with it is said in prepare
+            manifest = Manifest.from_json(value, self._digests.basis(moves))
+            opened.manifest_ahead = (value, manifest)
+
+    def _manifest(self, opened: OpenSession, value: Any) -> Manifest:
+        basis = self._digests.basis(opened.moves)
+        read_from, ahead = opened.manifest_ahead
+        if ahead is not None and read_from is value and ahead.basis.plans == basis.plans:
+            return ahead
+        return Manifest.from_json(value, basis)
 
     def _is_whole(self, opened: OpenSession) -> bool:
         """Whether nothing more can come in this session once the moves under way have ended."""
@@ -249,8 +272,7 @@ class RankWork:
             raise SessionError(
                 "a delta comes from a store; a trainer's update is staged or in place"
             )
-        basis = self._digests.basis(opened.moves)
-        manifest = Manifest.from_json(job.payload.get("manifest"), basis)
+        manifest = self._manifest(opened, job.payload.get("manifest"))
         opened.coverage.check_scope(self._scope_names(opened))
         with opened.stats.timed("verify"):
             manifest.check(self._digests.landed(opened, manifest), "what landed")

@@ -19,7 +19,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -43,6 +43,7 @@ from weightsync.messages import (
     DigestRequest,
     HeartbeatRequest,
     PlanRequest,
+    PrepareRequest,
     Request,
     StagesRequest,
     StatusRequest,
@@ -380,6 +381,7 @@ class Receiver:
         stages = [decode_stage(entry) for entry in request.stages]
         until_s = time.monotonic() + min(max(0.0, request.wait_s), MAX_WAIT_S)
         answers: list[Mapping[str, Any]] = []
+        self._foresee(stages)
         for stage in stages:
             start_s = time.monotonic()
             answer = self._handle(replace(stage, wait_s=max(0.0, until_s - start_s)), ask)
@@ -387,6 +389,12 @@ class Receiver:
                 return {"answers": answers, "pending": True}
             answers.append({**answer, "took_s": time.monotonic() - start_s})
         return {"answers": answers}
+
+    def _foresee(self, stages: Sequence[Request]) -> None:
+        """What a later stage brings may be read while bytes move."""
+        for stage in stages:
+            if isinstance(stage, PrepareRequest) and len(stage.manifests) == 1:
+                self._work.foresee(stage.session_id, stage.manifests[0])
 
     def _ask(
         self,
