@@ -35,11 +35,12 @@ from weightsync.errors import (
     UnknownNameError,
     UpdateFailedError,
     VersionError,
+    WeightSyncError,
 )
 from weightsync.messages import Request, name_of
 from weightsync.rank_work import _JOBS, RankWork
 from weightsync.receiver import Receiver, ReceiverHooks
-from weightsync.sender import Sender
+from weightsync.sender import Sender, Update
 from weightsync.session import Job
 from weightsync.transports.loopback import Fault
 from weightsync.types import Contract, Outcome
@@ -48,6 +49,18 @@ __all__ = ["faulty"]
 
 ALL = "begin and move and prepare and commit"
 DIRECT = {**OPTIONS, "contract": "direct"}
+
+
+@pytest.fixture(autouse=True, params=["with the rest", "apart"])
+def manifests(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How manifests travel: those of many tensors by themselves, while the engine works."""
+    found = str(request.param)
+    monkeypatch.setattr("weightsync.link._FEW_TENSORS", 0 if found == "apart" else 100)
+    return found
+
+
+def asked(receiver: Listening) -> list[str]:
+    return [name for name in receiver.stages() if name != "manifest"]
 
 
 def push(sender: Sender, version: int, source: Any = None, **more: Any) -> Any:
@@ -79,7 +92,7 @@ def test_one_trainer_and_one_engine_need_one_exchange(placement: str) -> None:
     ):
         for version in (1, 2):
             report = only(push(sender, version))
-            assert receiver.stages() == [ALL]
+            assert asked(receiver) == [ALL]
             assert engine.generate() == (version, digests(weights(version)))
             assert {"begin", "move", "prepare", "commit"} <= report.phases.keys()
             assert (report.num_tensors, report.contract) == (5, Contract.DIRECT)
@@ -89,8 +102,10 @@ def test_one_trainer_and_one_engine_need_one_exchange(placement: str) -> None:
 
 
 def test_what_one_exchange_says_of_prepare_is_known_when_bytes_move(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, manifests: str
 ) -> None:
+    if manifests == "apart":
+        pytest.skip("it may come a little later")
     seen: list[tuple[bool, bool]] = []
     move = RankWork._do_move
 
@@ -103,6 +118,27 @@ def test_what_one_exchange_says_of_prepare_is_known_when_bytes_move(
     with connected(engine_of(0), **DIRECT) as (sender, _):
         push(sender, 1)
     assert seen == [(True, True)]
+
+
+def test_manifests_of_many_tensors_come_while_the_engine_works(
+    manifests: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prepare waits for them, if need be."""
+    gate, engine = Gate(), engine_of(0)
+    make = Update._manifests
+
+    def late(*args: Any) -> Any:
+        if manifests == "apart":
+            gate()
+        return make(*args)
+
+    with Listening(engine) as receiver, Sender.connect([receiver.url], **DIRECT) as sender:
+        push(sender, 1)
+        monkeypatch.setattr(Update, "_manifests", late)
+        threading.Timer(0.3, gate.opened.set).start()
+        push(sender, 2)
+        assert receiver.heard.count("manifest") == (2 if manifests == "apart" else 0)
+        assert engine.generate() == (2, digests(weights(2)))
 
 
 def test_a_part_of_the_model() -> None:
@@ -120,7 +156,7 @@ def test_what_is_streamed_is_asked_for_stage_by_stage() -> None:
         Sender.connect([receiver.url], **{**OPTIONS, "contract": "stream"}) as sender,
     ):
         push(sender, 1)
-        assert receiver.stages() == ["begin", "move", "prepare and commit"]
+        assert asked(receiver) == ["begin", "move", "prepare and commit"]
         assert engine.generate() == (1, digests(weights(1)))
 
 
@@ -131,7 +167,7 @@ def test_a_generator_has_parts_of_which_nobody_knows_the_last() -> None:
         Sender.connect([receiver.url], **{**OPTIONS, "contract": "auto"}) as sender,
     ):
         push(sender, 1, ((n, a) for n, a in weights(1).items()))
-        stages = receiver.stages()
+        stages = asked(receiver)
         assert (stages[0], stages[-1]) == ("begin", "prepare and commit")
         assert engine.generate() == (1, digests(weights(1)))
 
@@ -163,7 +199,7 @@ def test_an_engine_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
         Sender.connect([receiver.url], **DIRECT) as sender,
     ):
         push(sender, 1)
-        assert receiver.stages() == ["begin", "move", "prepare", "commit"]
+        assert asked(receiver) == ["begin", "move", "prepare", "commit"]
 
 
 def test_between_updates_of_the_other_kind() -> None:
@@ -184,7 +220,7 @@ def test_what_cannot_be_sent_is_said_before_anything_is_asked() -> None:
         Sender.connect([receiver.url], **DIRECT) as sender,
     ):
         push(sender, 1)
-        receiver.stages()
+        asked(receiver)
         with pytest.raises(UnknownNameError):
             push(sender, 2, {**weights(2), "aa": np.zeros(3)})
         with pytest.raises(ConfigError):
@@ -193,7 +229,7 @@ def test_what_cannot_be_sent_is_said_before_anything_is_asked() -> None:
             with pytest.raises(SessionError, match="is open; leave it first"):
                 push(sender, 3, weights(3))
             update.send(weights(2))
-        assert receiver.stages() == ["begin and move", "prepare and commit"]
+        assert asked(receiver) == ["begin and move", "prepare and commit"]
         assert engine.generate() == (2, digests(weights(2)))
 
 
@@ -261,6 +297,72 @@ def test_an_engine_that_does_not_come_to_a_step_boundary() -> None:
         assert engine.generate() == (1, digests(weights(1)))
 
 
+def test_manifests_that_never_come(manifests: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if manifests != "apart":
+        pytest.skip("they come with the request")
+    engine = engine_of(0)
+    monkeypatch.setattr("weightsync.control.POLL_S", 0.2)
+    with connected(engine, **{**DIRECT, "deadline_s": 1.0}) as (sender, (receiver,)):
+        push(sender, 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(receiver._manifests, "put", lambda *_: None)
+            error = failed(sender, 2)
+        assert "(deadline_s)" in str(error)
+        assert only(error.report).outcome is Outcome.ABORTED
+        assert engine.generate() == (1, digests(weights(1)))
+        push(sender, 3)
+
+
+def test_manifests_that_cannot_be_made_or_sent(
+    manifests: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine has begun by then, where they come apart; it gives the update up."""
+    engine = engine_of(0)
+    with connected(engine, **DIRECT, placement="staged") as (sender, _):
+        push(sender, 1)
+
+        def failing(*_: Any) -> Any:
+            raise ConfigError("no manifest today")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Update, "_manifests", failing)
+            with pytest.raises(WeightSyncError, match="no manifest today"):
+                push(sender, 2)
+        assert engine.generate() == (1, digests(weights(1)))
+        push(sender, 3)
+        assert engine.generate() == (3, digests(weights(3)))
+
+
+def test_the_trainer_is_lost_before_its_manifests_came(
+    manifests: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if manifests != "apart":
+        pytest.skip("they come with the request")
+    gate, engine = Gate(), engine_of(0)
+    with connected(engine, **DIRECT, placement="staged") as (sender, (receiver,)):
+        push(sender, 1)
+        make = Update._manifests
+
+        def late(*args: Any) -> Any:
+            gate()
+            return make(*args)
+
+        monkeypatch.setattr(Update, "_manifests", late)
+        caught: list[Any] = []
+        thread = threading.Thread(target=lambda: caught.append(failed(sender, 2)))
+        thread.start()
+        gate.wait()
+        while receiver._leader.spec is None or not receiver._leader.moves_done:
+            assert not gate.opened.wait(0.01)
+        receiver._machines.run_lost(str(receiver._machines.tag), "its process ended")
+        gate.opened.set()
+        thread.join(20)
+        assert only(caught[0].report).outcome is Outcome.ABORTED
+        assert engine.generate() == (1, digests(weights(1)))
+        push(sender, 3)
+        assert engine.generate() == (3, digests(weights(3)))
+
+
 # --- answers that are lost --------------------------------------------------------------------------
 
 
@@ -270,8 +372,8 @@ class Losing(HttpClient):
     errors: list[BaseException]
     asked: list[str]
 
-    def call(self, request: Request, *, limit_s: float) -> dict[str, Any]:
-        answer = super().call(request, limit_s=limit_s)
+    def call(self, request: Request, *, limit_s: float, **more: Any) -> dict[str, Any]:
+        answer = super().call(request, limit_s=limit_s, **more)
         Losing.asked.append(name_of(request))
         if name_of(request) == ALL and Losing.errors:
             raise Losing.errors.pop()
@@ -322,9 +424,9 @@ def test_a_request_that_comes_again_while_the_first_is_at_work(losing: type[Losi
         class Doubling(Losing):
             """What the network may do with a request: it comes twice, over two connections."""
 
-            def call(self, request: Request, *, limit_s: float) -> dict[str, Any]:
+            def call(self, request: Request, *, limit_s: float, **more: Any) -> dict[str, Any]:
                 if name_of(request) != ALL:
-                    return super().call(request, limit_s=limit_s)
+                    return super().call(request, limit_s=limit_s, **more)
 
                 def again() -> None:
                     gate.wait()
@@ -335,7 +437,7 @@ def test_a_request_that_comes_again_while_the_first_is_at_work(losing: type[Losi
 
                 copy = threading.Thread(target=again)
                 copy.start()
-                answer = super().call(request, limit_s=limit_s)
+                answer = super().call(request, limit_s=limit_s, **more)
                 copy.join(20)
                 return answer
 
@@ -354,8 +456,8 @@ def test_an_engine_that_let_the_run_go_is_connected_again() -> None:
         receiver._machines.run_lost(str(receiver._machines.tag), "a test says so")
         receiver.heard.clear()
         report = only(push(sender, 2))
-        assert receiver.heard[:2] == [ALL, "connect"]
-        assert receiver.stages()[-1] == ALL
+        assert [n for n in receiver.heard if n != "manifest"][:2] == [ALL, "connect"]
+        assert asked(receiver)[-1] == ALL
         assert (report.outcome, report.num_tensors) == (Outcome.COMMITTED, 5)
         assert engine.generate() == (2, digests(weights(2)))
 
@@ -406,15 +508,15 @@ class Interrupted(HttpClient):
     gate: Gate
     is_armed = False
 
-    def call(self, request: Request, *, limit_s: float) -> dict[str, Any]:
+    def call(self, request: Request, *, limit_s: float, **more: Any) -> dict[str, Any]:
         if name_of(request) != ALL or not Interrupted.is_armed:
-            return super().call(request, limit_s=limit_s)
+            return super().call(request, limit_s=limit_s, **more)
         Interrupted.is_armed = False
         other = HttpClient(self.peer.removeprefix("engine "), None)
 
         def ask() -> None:
             with pytest.raises(SessionError):
-                other.call(request, limit_s=limit_s)
+                other.call(request, limit_s=limit_s, **more)
             other.close()
 
         threading.Thread(target=ask, daemon=True).start()
@@ -447,11 +549,11 @@ def test_a_request_that_comes_after_it_was_given_up_opens_nothing(
     class Slow(HttpClient):
         """The request is still on its way when the trainer is interrupted."""
 
-        def call(self, request: Request, *, limit_s: float) -> dict[str, Any]:
+        def call(self, request: Request, *, limit_s: float, **more: Any) -> dict[str, Any]:
             if name_of(request) == ALL and not late:
                 late.append(request)
                 raise KeyboardInterrupt
-            return super().call(request, limit_s=limit_s)
+            return super().call(request, limit_s=limit_s, **more)
 
     engine: FakeEngine = engine_of(0)
     with connected(engine, **DIRECT) as (sender, (receiver,)):

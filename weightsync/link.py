@@ -42,6 +42,7 @@ from weightsync.messages import (
     CommitRequest,
     ConnectRequest,
     HeartbeatRequest,
+    ManifestRequest,
     MoveRequest,
     PlanRequest,
     PrepareRequest,
@@ -66,6 +67,8 @@ from weightsync.types import BUCKET_ALIGNMENT_BYTES, Contract, Outcome
 _CONNECT_RETRY_S = 0.1
 _STATUS_LIMIT_S = 5.0
 _LATE_S = 1.0
+#: Manifests of so many tensors are a matter of microseconds.
+_FEW_TENSORS = 2048
 _NEVER_HEARD = "the engine does not know this session"
 
 
@@ -123,6 +126,7 @@ class EngineLink:
         self.epoch = ""
         self.is_broken = True
         self.joins_stages = False  # an engine that can be asked for several stages at once
+        self.takes_manifests = False  # and to which what prepare needs may come apart
         self.is_stale = False  # like broken, but the engine still hears us
         self._num_connections = 0
         self.phases: dict[str, float] = {}
@@ -183,6 +187,7 @@ class EngineLink:
             self.layout = Layout.from_json(answer["layout"])
             digest = answer["layout_digest"]
             self.joins_stages = self.client.is_remote and bool(answer.get("joins_stages"))
+            self.takes_manifests = bool(answer.get("takes_manifests"))
         except KeyError as error:
             raise ProtocolError(f"{self.peer}: its answer to 'connect' lacks {error}") from error
         if self.layout.digest != digest:
@@ -355,9 +360,20 @@ class EngineLink:
         move_id: int,
         bound: Bound,
         published: Sequence[Publication],
-        manifests: list[dict[str, Any]],
+        make_manifests: Callable[[], list[dict[str, Any]]],
     ) -> dict[str, Any]:
-        """A whole session of one move that is read directly, in one exchange; answered as ``commit``."""
+        """A whole session of one move that is read directly, in one exchange; answered as ``commit``.
+
+        What long manifests take, to make, to send and to read, they take while the engine works.
+        """
+        is_apart = self.takes_manifests and len(bound.plan.metas) > _FEW_TENSORS
+        manifests = [] if is_apart else make_manifests()
+
+        def send_manifests() -> None:
+            reach("trainer.manifest")
+            request = ManifestRequest(session_id, make_manifests())
+            self.client.aside().call(request, limit_s=self._options.request_timeout_s)
+
         stages: Mapping[str, Callable[[float], Stage]] = {
             "begin": self._begin_request(session_id, version, scope),
             "move": self._move_request(session_id, move_id, bound, published),
@@ -365,7 +381,8 @@ class EngineLink:
             "commit": lambda wait_s: CommitRequest(session_id, wait_s),
         }
         limit_s = self._stage_limit_s + self._commit_limit_s
-        answer = self._wait_for_stages(stages, limit_s)[-1]
+        meanwhile = send_manifests if is_apart else None
+        answer = self._wait_for_stages(stages, limit_s, meanwhile)[-1]
         self.ends.was_told(published)
         return answer
 
@@ -513,7 +530,10 @@ class EngineLink:
             self._spent(stage, start_s)
 
     def _wait_for_stages(
-        self, stages: Mapping[str, Callable[[float], Stage]], limit_s: float
+        self,
+        stages: Mapping[str, Callable[[float], Stage]],
+        limit_s: float,
+        meanwhile: Callable[[], None] | None = None,
     ) -> list[dict[str, Any]]:
         """What the engine took for each but the last is its phase; the last has all the rest."""
         start_s = time.perf_counter()
@@ -526,6 +546,7 @@ class EngineLink:
                     list(stages.values()),
                     limit_s=limit_s,
                     stage=" and ".join(stages),
+                    meanwhile=meanwhile,
                 )
             for stage, answer in zip(firsts, answers, strict=False):
                 took_s = float(answer.get("took_s", 0.0))

@@ -196,19 +196,19 @@ class RankWork:
         deadline = self._deadline(opened.spec, opened.spec.deadline_s, "move", token)
 
         moves = [*opened.moves, share]
+        opened.awaited = moves if self._is_whole(opened) else []
 
         def behind() -> None:
-            if self._is_whole(opened):
+            if opened.awaited:
                 self._digests.start_landed(opened, moves)
 
         with opened.stats.timed("move"), self._glance("while reading").around() as glance:
-            beside = Beside(glance, behind, lambda: self._read_ahead(opened, moves))
+            beside = Beside(glance, behind, lambda: self._read_ahead(opened, opened.awaited))
             digests = self._moves.move(opened, job, share, deadline, beside)
-        is_whole = self._is_whole(opened)
         opened.coverage.settle()
         opened.moves.append(share)
         opened.read_digests.append(digests)
-        if is_whole and opened.early is None and any(d is None for d in opened.read_digests):
+        if opened.awaited and opened.early is None and any(d is None for d in opened.read_digests):
             self._digests.start_landed(opened, opened.moves)
         opened.stats.num_bytes += int(share.num_bytes.sum())
         reach("engine.moved")
@@ -216,10 +216,15 @@ class RankWork:
     def foresee(self, session_id: str, manifest: Any) -> None:
         """What the prepare of a session will bring, where its exchange says so ahead."""
         self._foreseen = (session_id, manifest)
+        opened = self._open
+        if (
+            opened is not None and opened.awaited
+        ):  # the device is at work already, and its thread waits
+            self._read_ahead(opened, opened.awaited)
 
     def _read_ahead(self, opened: OpenSession, moves: Sequence[PlanShare]) -> None:
         session_id, value = self._foreseen
-        if session_id != opened.spec.session_id or not self._is_whole(opened):
+        if session_id != opened.spec.session_id or not moves:
             return
         with suppress(WeightSyncError):  # what is wrong with it is said in prepare
             manifest = Manifest.from_json(value, self._digests.basis(moves))

@@ -531,13 +531,23 @@ class Update:
         """Nothing follows this move, and all that a manifest says is known before it."""
         bound, digests, published = described
         session.note_move(bound, digests)
-        session.root, manifests = self._manifests(session, session.moves)
+
+        def make_manifests() -> list[dict[str, Any]]:
+            session.root, manifests = self._manifests(session, session.moves)
+            return manifests
+
         for point in ("trainer.begin", "trainer.prepare", "trainer.prepared"):
             reach(point)
         session.is_begun = session.is_commit_asked = True
         try:
             answer = session.link.begin_to_commit(
-                session.session_id, self.version, self._scope, move_id, bound, published, manifests
+                session.session_id,
+                self.version,
+                self._scope,
+                move_id,
+                bound,
+                published,
+                make_manifests,
             )
         except WeightSyncError as error:
             # What the engine answers with an error it did not go on with; a lost answer says nothing.

@@ -72,6 +72,31 @@ def test_the_trainer_ends(point: str, is_new: bool, placement: str, brood: Brood
 
 
 @both
+def test_the_trainer_ends_before_its_manifests_came(placement: str, brood: Brood) -> None:
+    """The engine reads meanwhile, and has nothing to decide by."""
+    case = Case("trainer.manifest", "direct", placement)
+    engine, url = start_engine(brood, case, 0)
+    dying = brood.start("faults.worker:trainer")
+    ask(dying, "connect", url, options_of(case))
+    ask(dying, "send_manifests_apart")
+    old, fatal, later = (next(VERSIONS) for _ in range(3))
+    assert ask(dying, "update_weights", old)["outcome"] == "committed"
+    ask(dying, "arm", "trainer.manifest=kill")
+    dying.send(["update_weights", fatal])
+    assert dying.wait(LIMIT_S) == -signal.SIGKILL
+    status = ask(engine, "settle", LIMIT_S)
+    now = ask(engine, "now")
+    if status["tainted"] is None:
+        assert now == [old, root(old), old]
+    else:
+        assert placement == "in_place"
+        assert "refuses to generate" in now
+    with_trainer(url, case, later)
+    assert ask(engine, "now") == [later, root(later), later]
+    check_seen(ask(engine, "seen"), 0, old, later)
+
+
+@both
 @pytest.mark.parametrize("point", BEFORE_IT_IS_DECIDED + AFTERWARDS)
 def test_the_trainer_ends_when_it_has_asked(point: str, placement: str, brood: Brood) -> None:
     """The engine stands still at a point while its trainer ends. Then it serves one version or the other
