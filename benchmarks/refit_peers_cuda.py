@@ -54,6 +54,8 @@ CLEARING_S = 0.2
 VERIFIES = ("read", "read_back")
 #: From begin to commit; before them a trainer looks at its tensors, publishes and digests them.
 STAGES = ("begin", "move", "prepare", "commit")
+#: The stages alone, and with what the trainer does between two requests.
+ALL_STAGES, SESSION = "begin to commit", "by the clock"
 LIMITS = {"deadline_s": LIMIT_S, "commit_timeout_s": LIMIT_S, "request_timeout_s": LIMIT_S}
 
 Tensors = dict[str, torch.Tensor]
@@ -284,12 +286,12 @@ def measure(
         trainer.check(name, way, version)
         trainer.tidy()
     parts = {
-        name: f"  {name.removeprefix('ours').strip(' ,')}: begin to commit"
+        name: f"  {name.removeprefix('ours').strip(' ,')}: "
         for name in ways
         if name.startswith("ours")
     }
     seconds: dict[str, list[float]] = {"one copy": []} | {name: [] for name in ways}
-    seconds |= {part: [] for part in parts.values()}
+    seconds |= {part + what: [] for part in parts.values() for what in (ALL_STAGES, SESSION)}
     phases: dict[str, list[dict[str, float]]] = {}
     for version in range(rounds):
         flip(trainer.tensors, mask_of(version))
@@ -301,7 +303,9 @@ def measure(
             seconds[name].append(time.perf_counter() - start_s)
             if name in parts:
                 phases.setdefault(name, []).append(trainer.phases)
-                seconds[parts[name]].append(sum(trainer.phases.get(s, 0.0) for s in STAGES))
+                stages_s = sum(trainer.phases.get(s, 0.0) for s in STAGES)
+                seconds[parts[name] + ALL_STAGES].append(stages_s)
+                seconds[parts[name] + SESSION].append(trainer.phases["session"])
             trainer.tidy()
     medians = {
         name: {phase: statistics.median(p.get(phase, 0.0) for p in found) for phase in found[-1]}

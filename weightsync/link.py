@@ -129,6 +129,7 @@ class EngineLink:
         self.takes_manifests = False  # and to which what prepare needs may come apart
         self.is_stale = False  # like broken, but the engine still hears us
         self._num_connections = 0
+        self._begun_s = 0.0  # when the open session was asked for
         self.phases: dict[str, float] = {}
 
     @property
@@ -316,6 +317,7 @@ class EngineLink:
         self, session_id: str, version: int, scope: list[str] | None
     ) -> Callable[[float], BeginRequest]:
         o = self._options
+        self._begun_s = time.perf_counter()
         return lambda wait_s: BeginRequest(
             self.run_id,
             self.epoch,
@@ -383,6 +385,7 @@ class EngineLink:
         limit_s = self._stage_limit_s + self._commit_limit_s
         meanwhile = send_manifests if is_apart else None
         answer = self._wait_for_stages(stages, limit_s, meanwhile)[-1]
+        self._spent("session", self._begun_s)
         self.ends.was_told(published)
         return answer
 
@@ -477,7 +480,10 @@ class EngineLink:
 
     def commit(self, session_id: str) -> dict[str, Any]:
         """The outcome and the engine's own statistics."""
-        return self._wait(lambda w: CommitRequest(session_id, w), self._commit_limit_s, "commit")
+        limit_s = self._commit_limit_s
+        answer = self._wait(lambda w: CommitRequest(session_id, w), limit_s, "commit")
+        self._spent("session", self._begun_s)
+        return answer
 
     def prepare_and_commit(
         self, session_id: str, manifests: list[dict[str, Any]]
@@ -487,7 +493,9 @@ class EngineLink:
             "prepare": self._prepare_request(session_id, manifests),
             "commit": lambda wait_s: CommitRequest(session_id, wait_s),
         }
-        return self._wait_for_stages(stages, self._stage_limit_s + self._commit_limit_s)[-1]
+        answers = self._wait_for_stages(stages, self._stage_limit_s + self._commit_limit_s)
+        self._spent("session", self._begun_s)
+        return answers[-1]
 
     def abort(self, session_id: str, reason: str) -> tuple[Outcome, str]:
         """Give a session up, whatever its state; says how it ended."""
