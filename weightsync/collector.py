@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from weightsync.naming import Rule, check_used
-from weightsync.sources import ModuleSource, NamedSource, chunks, pairs
+from weightsync.sources import ModuleSource, NamedSource, chunks, listed_pairs
 from weightsync.tensors import LocalTensors, local_tensors
 from weightsync.types import CastPolicy, RegionKind
 
@@ -55,7 +55,7 @@ class Collector:
             return
         if hasattr(source, "items") or isinstance(source, list | tuple):
             named = source.items() if hasattr(source, "items") else source
-            listed = list(pairs(named))  # kept alive here until they were sent
+            listed = listed_pairs(named)  # kept alive here until they were sent
             yield self._named.collect(listed)
             return
         place = {"rank": self._rank, "world_size": self._world_size}
