@@ -45,6 +45,7 @@ class SlotIndex:
         self.num_bytes: Int64Array = np.array(sizes, dtype=np.int64)
         opaque = [layout.tensors[i].kind is SlotKind.OPAQUE for i, _ in self.keys]
         self.is_opaque: BoolArray = np.array(opaque, dtype=bool)
+        self.has_opaque = any(opaque)
 
     def __len__(self) -> int:
         return len(self.keys)

@@ -378,6 +378,8 @@ class RankWork:
         if opened.manifest is None:
             raise SessionError("a session without a manifest cannot be read back")
         manifest = opened.manifest
+        if opened.is_in_place and not self._index.has_opaque:
+            return
         found = manifest.digests.copy()  # in place these are what was read back already
         if opened.spec.placement is Placement.STAGED:
             self._digests.at(opened, self._slots, "live", found)
@@ -398,6 +400,8 @@ class RankWork:
             self._store.compare(fetched, {opaque[name]: d for name, d in live.items()}, what)
 
     def _opaque_keys(self, opened: OpenSession) -> list[tuple[int, int]]:
+        if not self._index.has_opaque:
+            return []
         arrived = opened.coverage.complete
         return [self._index.keys[n] for n in arrived[self._index.is_opaque[arrived]].tolist()]
 
