@@ -120,10 +120,12 @@ def test_what_one_exchange_says_of_prepare_is_known_when_bytes_move(
     assert seen == [(True, True)]
 
 
+@pytest.mark.parametrize("poll_s", [5.0, 0.1])
 def test_manifests_of_many_tensors_come_while_the_engine_works(
-    manifests: str, monkeypatch: pytest.MonkeyPatch
+    poll_s: float, manifests: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prepare waits for them, if need be."""
+    """Prepare waits for them, if need be over several exchanges."""
+    monkeypatch.setattr("weightsync.control.POLL_S", poll_s)
     gate, engine = Gate(), engine_of(0)
     make = Update._manifests
 
@@ -138,6 +140,8 @@ def test_manifests_of_many_tensors_come_while_the_engine_works(
         threading.Timer(0.3, gate.opened.set).start()
         push(sender, 2)
         assert receiver.heard.count("manifest") == (2 if manifests == "apart" else 0)
+        is_asked_again = "prepare and commit" in receiver.heard
+        assert is_asked_again == (manifests == "apart" and poll_s == 0.1)
         assert engine.generate() == (2, digests(weights(2)))
 
 
