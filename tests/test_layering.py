@@ -27,7 +27,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
         "weightsync.store_options", "weightsync.placed_weights", "weightsync.store_part",
         "weightsync.store_rank_sender",
         "weightsync.rank_sender", "weightsync.ranks", "weightsync.followers", "weightsync.machines",
-        "weightsync.job_lane", "weightsync.glance",
+        "weightsync.job_lane", "weightsync.manifest_box", "weightsync.glance",
         "weightsync.rank_calls", "weightsync.rank_work", "weightsync.rank_moves",
         "weightsync.rank_digests", "weightsync.rank_apply", "weightsync.rank_landing",
         "weightsync.rank_session", "weightsync.rank_store", "weightsync.sources",
