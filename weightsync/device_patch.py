@@ -1,4 +1,5 @@
-"""A delta on weights in device memory: uploaded while the engine generates, applied by one launch."""
+"""A delta on weights in device memory: uploaded while the engine generates, applied and read back by two
+launches that are waited for once."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ class Work(Enum):
 class Turn(Enum):
     """When a patch runs beside other work of its device; the value is the priority of its stream."""
 
-    FIRST = -1  # somebody is paused for it
+    FIRST = -2  # somebody is paused for it: before the samples of an encoder, too
     EQUAL = 0
 
 
@@ -115,29 +116,26 @@ class DevicePatch:
                 self._stream = stream_of(index, LANES[turn], turn.value)
                 self._table = native.extension.CudaPatchTable(rows.ctypes.data, len(rows), index)
 
-    def run(self, work: Work) -> int:
-        """Do it, wait for it; the number of elements that differ, for comparisons."""
+    def run(self, *works: Work) -> int:
+        """Do them in turn, wait once; the number of elements that comparisons found to differ."""
+        codes = [work.value for work in works]
         if self._table is None:
-            return native.extension.run_patch(self._rows.ctypes.data, len(self._rows), work.value)
+            return native.extension.run_patch(self._rows.ctypes.data, len(self._rows), codes)
         with cuda_errors(self._device):
-            found: int = self._table.run(self._stream, work.value)
+            found: int = self._table.run(self._stream, codes)
             return found
 
     def put(self) -> None:
-        """Write everything, keeping what was there."""
-        self.run(Work.EXCHANGE)
-
-    def check(self) -> None:
-        """Raises :class:`IntegrityError` unless every element holds its new value."""
-        self._compare(Work.COMPARE, "written")
+        """Write everything, keeping what was there, and read it back. Raises :class:`IntegrityError`
+        unless every element holds its new value."""
+        self._run(Work.EXCHANGE, Work.COMPARE, "written")
 
     def take_back(self) -> None:
         """Undo :meth:`put`. Raises :class:`IntegrityError` if that cannot be seen."""
-        self.run(Work.TAKE_BACK)
-        self._compare(Work.COMPARE_FORMER, "taken back")
+        self._run(Work.TAKE_BACK, Work.COMPARE_FORMER, "taken back")
 
-    def _compare(self, work: Work, what: str) -> None:
-        if wrong := self.run(work):
+    def _run(self, work: Work, comparison: Work, what: str) -> None:
+        if wrong := self.run(work, comparison):
             raise IntegrityError(f"{wrong} of {self.num_changed} elements are not what was {what}")
 
     def close(self) -> None:

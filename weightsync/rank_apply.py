@@ -16,7 +16,8 @@ from weightsync.rank_store import Fetched
 class DeltaApply:
     """The writes of a delta, put under a pause and taken back if anything fails.
 
-    On a device they are uploaded here, while the engine generates; put and check are a launch each.
+    On a device they are uploaded here, while the engine generates; to put and to read back is a launch
+    each, both waited for at once.
     """
 
     def __init__(self, fetched: Fetched, device: str, num_threads: int) -> None:
@@ -44,7 +45,6 @@ class DeltaApply:
         if self._patch is not None:
             reach("engine.half_placed")
             self._patch.put()
-            self._patch.check()
             return
         half = len(self._writes) // 2
         _all(self._pool, _put_and_check, self._writes[:half])

@@ -53,13 +53,12 @@ R = TypeVar("R")
 @dataclass(eq=False)
 class Fetched:
     """What a session has taken from a store: ``digests`` are those of the boxes of this rank, by the
-    store's names; ``writes`` are of a delta, whose tensors are ``touched``."""
+    store's names; ``writes`` are of a delta."""
 
     parts: dict[str, tuple[TensorMeta, tuple[tuple[int, int], ...]]]  # meta, slots of this rank
     digests: dict[str, int] = field(default_factory=dict)
     writes: list[Write | DeviceWrite | DecodedWrite] = field(default_factory=list)
-    touched: list[str] = field(default_factory=list)
-    read_back: DigestTable | None = None  # of live tensors, where they are to be read back
+    read_back: DigestTable | None = None  # of live tensors, where they are to be digested again
     num_payload_bytes: int = 0
     num_changed: int = 0
     decoded: DeviceDeltas | None = None  # memory of a device that ``writes`` speak of
@@ -145,22 +144,18 @@ class RankStore:
                 fetched.close()
                 raise
             return fetched
-        touched: dict[str, None] = {}
 
         def one(
             item: tuple[ChainTensor, LiveTensor, str],
-        ) -> tuple[str, list[Write | DeviceWrite], int]:
+        ) -> tuple[list[Write | DeviceWrite], int]:
             deadline.check()
-            part, live, name = item
-            return (name, *_writes(part, live))
+            part, live, _ = item
+            return _writes(part, live)
 
-        for name, writes, num_bytes in self._on_each(mine, one):
+        for writes, num_bytes in self._on_each(mine, one):
             fetched.writes += writes
             fetched.num_payload_bytes += num_bytes
             fetched.num_changed += sum(w.count for w in writes)
-            if writes:
-                touched[name] = None
-        fetched.touched = list(touched)
         return fetched
 
     def _decode_there(
@@ -212,14 +207,10 @@ class RankStore:
             if i not in writes:
                 deadline.check()
                 writes[i], _ = _writes(part, live)
-        touched: dict[str, None] = {}
-        for i, (part, _, name) in enumerate(mine):
+        for i, (part, _, _) in enumerate(mine):
             fetched.writes += writes[i]
             fetched.num_payload_bytes += part.num_bytes
             fetched.num_changed += sum(write.count for write in writes[i])
-            if writes[i]:
-                touched[name] = None
-        fetched.touched = list(touched)
 
     def close(self) -> None:
         """Let go of memory that is kept from delta to delta; no job may be under way."""
@@ -306,13 +297,10 @@ class RankStore:
         synchronize(self._device)
         self.compare(fetched, table.compute(self._threads), what)
 
-    def digest_table(
-        self, fetched: Fetched, spots: Landing, names: Sequence[str] | None = None
-    ) -> DigestTable:
-        """Of what lies at ``spots`` (of ``names``; None: of everything), to be made before a pause."""
+    def digest_table(self, fetched: Fetched, spots: Landing) -> DigestTable:
+        """Of what lies at ``spots``, to be made before a pause."""
         parts: list[DigestPart] = []
-        for name in fetched.parts if names is None else names:
-            meta, keys = fetched.parts[name]
+        for meta, keys in fetched.parts.values():
             for key in keys:
                 if key in spots:
                     spot = spots[key]
@@ -321,11 +309,10 @@ class RankStore:
                     )
         return DigestTable(parts, self._device)
 
-    def live_table(self, fetched: Fetched, names: Sequence[str] | None) -> DigestTable:
-        """The same of what lives; kept, as the next delta mostly touches the same tensors."""
-        wanted = tuple(fetched.parts if names is None else names)
-        key = tuple((name, fetched.parts[name][0]) for name in wanted)
-        return self._tables.get(key, lambda: self.digest_table(fetched, self._slots, wanted))
+    def live_table(self, fetched: Fetched) -> DigestTable:
+        """The same of what lives; kept, as the next version mostly has the same tensors."""
+        key = tuple((name, meta) for name, (meta, _) in fetched.parts.items())
+        return self._tables.get(key, lambda: self.digest_table(fetched, self._slots))
 
     def compare(self, fetched: Fetched, found: Mapping[str, int], what: str) -> None:
         """Digests by the store's names against those expected."""

@@ -46,10 +46,7 @@ std::int64_t run_units(const PatchRow* rows, const std::vector<PatchUnit>& units
     return different;
 }
 
-}  // namespace
-
-std::int64_t run_patch(const PatchRow* rows, std::int64_t num_rows, PatchWork work) {
-    const std::vector<PatchUnit> units = cut_patch(rows, num_rows);
+std::int64_t run_work(const PatchRow* rows, const std::vector<PatchUnit>& units, PatchWork work) {
     switch (work) {
         case PatchWork::exchange:
             return run_units<PatchWork::exchange>(rows, units);
@@ -60,6 +57,16 @@ std::int64_t run_patch(const PatchRow* rows, std::int64_t num_rows, PatchWork wo
         default:
             return run_units<PatchWork::compare_former>(rows, units);
     }
+}
+
+}  // namespace
+
+std::int64_t run_patch(const PatchRow* rows, std::int64_t num_rows,
+                       const std::vector<PatchWork>& works) {
+    const std::vector<PatchUnit> units = cut_patch(rows, num_rows);
+    std::int64_t different = 0;
+    for (const PatchWork work : works) different += run_work(rows, units, work);
+    return different;
 }
 
 }  // namespace weightsync

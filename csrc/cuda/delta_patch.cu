@@ -28,10 +28,22 @@ struct CudaPatchTable::State {
     cuda::DeviceArray<unsigned long long> different;
 
     template <PatchWork work>
-    void launch(cudaStream_t stream) {
+    void launch_one(cudaStream_t stream) {
         patch_kernel<work><<<static_cast<unsigned>(cut.size()), kPatchThreads, 0, stream>>>(
             rows.get(), units.get(), different.get());
         cuda::check(cudaGetLastError(), "launch of patch_kernel", device);
+    }
+    void launch(cudaStream_t stream, PatchWork work) {
+        switch (work) {
+            case PatchWork::exchange:
+                return launch_one<PatchWork::exchange>(stream);
+            case PatchWork::take_back:
+                return launch_one<PatchWork::take_back>(stream);
+            case PatchWork::compare:
+                return launch_one<PatchWork::compare>(stream);
+            default:
+                return launch_one<PatchWork::compare_former>(stream);
+        }
     }
 };
 
@@ -46,27 +58,14 @@ CudaPatchTable::CudaPatchTable(const PatchRow* rows, std::int64_t num_rows, int 
 
 CudaPatchTable::~CudaPatchTable() = default;
 
-std::int64_t CudaPatchTable::run(std::uintptr_t stream, PatchWork work) {
+std::int64_t CudaPatchTable::run(std::uintptr_t stream, const std::vector<PatchWork>& works) {
     State& s = *state_;
     if (s.cut.empty()) return 0;
     const cuda::DeviceScope scope(s.device);
     const cudaStream_t on = cuda::as_stream(stream);
     cuda::check(cudaMemsetAsync(s.different.get(), 0, sizeof(unsigned long long), on),
                 "cudaMemsetAsync", s.device);
-    switch (work) {
-        case PatchWork::exchange:
-            s.launch<PatchWork::exchange>(on);
-            break;
-        case PatchWork::take_back:
-            s.launch<PatchWork::take_back>(on);
-            break;
-        case PatchWork::compare:
-            s.launch<PatchWork::compare>(on);
-            break;
-        default:
-            s.launch<PatchWork::compare_former>(on);
-            break;
-    }
+    for (const PatchWork work : works) s.launch(on, work);
     unsigned long long found = 0;
     cuda::check(
         cudaMemcpyAsync(&found, s.different.get(), sizeof(found), cudaMemcpyDeviceToHost, on),

@@ -111,7 +111,6 @@ def test_what_is_decoded_is_put_and_taken_back(variant: Variant, device: str) ->
     assert sum(write.count for write in writes) == changed
     patch = DevicePatch(writes, device)
     patch.put()
-    patch.check()
     assert model.live() == [new.tobytes() for new in model.news]
     patch.take_back()
     assert model.live() == [old.tobytes() for old in model.olds]

@@ -165,7 +165,6 @@ class Mirror:
             writes = [write for of in found.writes for write in of]
             patch = DevicePatch(writes, self.device, Turn.EQUAL)
             patch.put()
-            patch.check()
             patch.close()
         finally:
             found.close()

@@ -99,8 +99,10 @@ WEIGHTSYNC_HD_INLINE std::uint32_t patch_thread(const PatchRow& row, const Patch
 // Throws std::invalid_argument for a null address, an unaligned one, or another element size.
 std::vector<PatchUnit> cut_patch(const PatchRow* rows, std::int64_t num_rows);
 
-// The CPU's twin of a launch, for tests: rows of this process's memory. Returns the differences.
-std::int64_t run_patch(const PatchRow* rows, std::int64_t num_rows, PatchWork work);
+// The CPU's twin of launches one after the other, for tests: rows of this process's memory. Returns
+// the differences.
+std::int64_t run_patch(const PatchRow* rows, std::int64_t num_rows,
+                       const std::vector<PatchWork>& works);
 
 // On a device; see cuda_tables.hpp for what holds of streams and errors.
 class CudaPatchTable {
@@ -108,8 +110,8 @@ class CudaPatchTable {
     CudaPatchTable(const PatchRow* rows, std::int64_t num_rows, int device);
     ~CudaPatchTable();
 
-    // Enqueues the work, waits for it, and returns the differences (0 but for comparisons).
-    std::int64_t run(std::uintptr_t stream, PatchWork work);
+    // Enqueues these works in turn, waits once, and returns the differences that comparisons found.
+    std::int64_t run(std::uintptr_t stream, const std::vector<PatchWork>& works);
     void close();
 
   private:
