@@ -181,7 +181,7 @@ __global__ __launch_bounds__(kDeltaThreads, 6) void decode_kernel(Launch launch)
     for_rows<kind>(emit, warp, lane,
                    [&](std::uint32_t at, const auto& old, const DeltaCounts& own, std::uint32_t) {
                        DeltaCounts total;
-                       emit.find(old, at, own, scan_counts(own, has_high, lane, &total));
+                       emit.find(old, at, own, scan_counts(own, has_high, &total));
                    });
     __syncthreads();
     if (__syncthreads_or(thread == 0 && !delta_all_found(&block, state) ? 1 : 0) != 0) return;

@@ -35,7 +35,6 @@ struct Shared {
     DeltaCuts cuts;
     unsigned long long digest;
     unsigned long long offset;
-    std::uint32_t is_fitting;
 };
 
 template <DeltaKind kind, bool has_byte_keys>
@@ -45,7 +44,12 @@ __device__ __forceinline__ void look_at(const DeltaBlockPlace& block, const Delt
                                         std::uint32_t lane) {
     using Vector = DeltaVector<kind>;
     constexpr std::uint32_t unroll = 2 / Vector::vectors;
-    std::uint32_t running[kDeltaThresholds + 1] = {};
+    // Each lane adds up one field, the last one the changes; the changes all of them need.
+    const bool is_high = lane >= 2 && lane < kDeltaThresholds;
+    const std::uint32_t shift =
+        lane >= kDeltaThresholds ? 0 : (lane < 2 ? lane + 1 : lane - 2) * 10;
+    std::uint32_t running = 0;
+    std::uint32_t found = 0;
     const std::uint32_t begin = warp * kDeltaWarpElements;
     for (std::uint32_t r = 0; r < Vector::rows; r += unroll) {
         const std::uint32_t start = begin + r * Vector::row_elements;
@@ -55,8 +59,13 @@ __device__ __forceinline__ void look_at(const DeltaBlockPlace& block, const Delt
 #pragma unroll
         for (std::uint32_t u = 0; u < unroll; ++u) {
             const std::uint32_t at = start + u * Vector::row_elements + lane * Vector::elements;
-            old[u] = Vector::read(block.old, at, block.size);
-            current[u] = Vector::read(block.current, at, block.size);
+            if (start + unroll * Vector::row_elements <= block.size) {
+                old[u] = Vector::read_whole(block.old, at);
+                current[u] = Vector::read_whole(block.current, at);
+            } else {
+                old[u] = Vector::read(block.old, at, block.size);
+                current[u] = Vector::read(block.current, at, block.size);
+            }
         }
 #pragma unroll
         for (std::uint32_t u = 0; u < unroll; ++u) {
@@ -65,21 +74,16 @@ __device__ __forceinline__ void look_at(const DeltaBlockPlace& block, const Delt
             const DeltaCounts own =
                 delta_count<kind, has_byte_keys>(old[u], changed, cuts, num_thresholds);
             DeltaCounts total;
-            const DeltaCounts before = scan_counts(own, num_thresholds > 2, lane, &total);
-            if (lane == 0) {
-#pragma unroll
-                for (int t = 0; t <= kDeltaThresholds; ++t) {
-                    counts->starts[warp][r + u].reached[t] = static_cast<std::uint16_t>(running[t]);
-                }
+            const DeltaCounts before = scan_counts(own, num_thresholds > 2, &total);
+            if (lane <= kDeltaThresholds) {
+                counts->starts[warp][r + u].reached[lane] = static_cast<std::uint16_t>(running);
             }
-            delta_stage_lane(stage, warp, at, changed, before, running[kDeltaThresholds]);
-            delta_add_row(total, running);
+            delta_stage_lane(stage, warp, at, changed, before, found);
+            running += (is_high ? total.high : total.low) >> shift & 1023u;
+            found += total.low & 1023u;
         }
     }
-    if (lane == 0) {
-#pragma unroll
-        for (int t = 0; t <= kDeltaThresholds; ++t) counts->totals[warp][t] = running[t];
-    }
+    if (lane <= kDeltaThresholds) counts->totals[warp][lane] = running;
 }
 
 template <DeltaKind kind>
@@ -145,7 +149,7 @@ __device__ __forceinline__ void encode_block(const Launch& launch, const DeltaBl
     if (thread == 0) shared->cuts = cuts;
     look<kind>(block, stage, cuts, *parameters, &counts, warp, lane);
     __syncthreads();
-    if (thread == 0) shared->is_fitting = delta_add_warps(stage, &counts) ? 1 : 0;
+    if (thread <= kDeltaThresholds) delta_add_warps(stage, static_cast<int>(thread), &counts);
     __syncthreads();
     DeltaBlockResult result{launch.digests[at],     0, 0, counts.num_changed,
                             DeltaBlockStatus::done, 0};
@@ -157,7 +161,7 @@ __device__ __forceinline__ void encode_block(const Launch& launch, const DeltaBl
         }
         launch.results[at] = result;
     };
-    if (shared->is_fitting == 0) return finish(DeltaBlockStatus::crowded);
+    if (!counts.is_fitting) return finish(DeltaBlockStatus::crowded);
     if (counts.num_changed == 0) return finish(DeltaBlockStatus::done);
     const std::uint64_t sum =
         cuda::warp_sum(turn<kind>(block, stage, *parameters, shared->cuts, &counts, warp, lane));
@@ -179,7 +183,7 @@ __device__ __forceinline__ void encode_block(const Launch& launch, const DeltaBl
     __syncthreads();
     if (has_class) delta_measure(team, stage, &counts.classes[warp]);
     __syncthreads();
-    std::uint64_t total = 0;
+    std::uint32_t total = 0;
     const DeltaPlanes planes =
         delta_planes(counts.classes, counts.num_classes, static_cast<int>(warp), &total);
     result.num_bytes = static_cast<std::uint32_t>((total + 7) / 8);

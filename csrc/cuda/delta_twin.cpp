@@ -24,10 +24,12 @@ class BlockTwin {
              std::vector<unsigned char>* arena) {
         *result = {old_digest, 0, 0, 0, DeltaBlockStatus::done, 0};
         for (std::uint32_t warp = 0; warp < kDeltaWarps; ++warp) look(warp);
-        const bool fits = delta_add_warps(stage_, &counts_);
+        for (int column = 0; column <= kDeltaThresholds; ++column) {
+            delta_add_warps(stage_, column, &counts_);
+        }
         result->num_changed = counts_.num_changed;
-        if (!fits) result->status = DeltaBlockStatus::crowded;
-        if (!fits || counts_.num_changed == 0) return;
+        if (!counts_.is_fitting) result->status = DeltaBlockStatus::crowded;
+        if (!counts_.is_fitting || counts_.num_changed == 0) return;
         for (std::uint32_t warp = 0; warp < kDeltaWarps; ++warp) turn(warp, result);
         for (int c = 0; c <= kDeltaClasses; ++c) {
             delta_measure_class(block_.size, parameters_, c, &counts_);
@@ -80,7 +82,7 @@ class BlockTwin {
     }
 
     void write(DeltaBlockResult* result, std::vector<unsigned char>* arena) {
-        std::uint64_t total = 0;
+        std::uint32_t total = 0;
         delta_planes(counts_.classes, counts_.num_classes, 0, &total);
         result->num_bytes = static_cast<std::uint32_t>((total + 7) / 8);
         const auto words = static_cast<std::uint32_t>((total + 31) / 32);

@@ -14,6 +14,7 @@ struct DeltaBlockCounts {
     std::uint32_t base[kDeltaWarps][kDeltaThresholds];        // of the warps before
     std::uint32_t staged[kDeltaWarps];
     std::uint32_t num_changed;
+    bool is_fitting;                          // no warp's stage was too small
     std::uint32_t reached[kDeltaThresholds];  // of the block
     std::uint32_t class_changes[kDeltaClasses];
     std::uint32_t class_sizes[kDeltaClasses];
@@ -30,23 +31,28 @@ WEIGHTSYNC_HD_INLINE void delta_add_row(const DeltaCounts& row, std::uint32_t* r
     running[kDeltaThresholds] += row.low & 1023u;
 }
 
-// By one thread, once all warps have counted. False if a warp's stage was too small.
-WEIGHTSYNC_HD_INLINE bool delta_add_warps(const DeltaStage& stage, DeltaBlockCounts* counts) {
+// By one thread a column of the totals (thresholds, then changes), once all warps have counted.
+WEIGHTSYNC_HD_INLINE void delta_add_warps(const DeltaStage& stage, int column,
+                                          DeltaBlockCounts* counts) {
     bool fits = true;
-    std::uint32_t reached[kDeltaThresholds] = {};
-    counts->num_changed = 0;
+    std::uint32_t sum = 0;
+    WEIGHTSYNC_UNROLL
     for (std::uint32_t warp = 0; warp < kDeltaWarps; ++warp) {
-        const std::uint32_t* totals = counts->totals[warp];
-        for (int t = 0; t < kDeltaThresholds; ++t) {
-            counts->base[warp][t] = reached[t];
-            reached[t] += totals[t];
+        const std::uint32_t one = counts->totals[warp][column];
+        if (column < kDeltaThresholds) {
+            counts->base[warp][column] = sum;
+        } else {
+            counts->staged[warp] = one;
+            fits = fits && one <= stage.capacity;
         }
-        counts->staged[warp] = totals[kDeltaThresholds];
-        counts->num_changed += totals[kDeltaThresholds];
-        fits = fits && totals[kDeltaThresholds] <= stage.capacity;
+        sum += one;
     }
-    for (int t = 0; t < kDeltaThresholds; ++t) counts->reached[t] = reached[t];
-    return fits;
+    if (column < kDeltaThresholds) {
+        counts->reached[column] = sum;
+    } else {
+        counts->num_changed = sum;
+        counts->is_fitting = fits;
+    }
 }
 
 // By one thread a class, and one more: what its numbers take. Clears what is added to later.
