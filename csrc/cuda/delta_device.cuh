@@ -104,6 +104,38 @@ __device__ __forceinline__ DeltaCounts scan_counts(const DeltaCounts& own, bool 
     return {upto.low - own.low, upto.high - own.high};
 }
 
+// A value that stays in its register: else what is quickly made is made again in every round.
+__device__ __forceinline__ std::uint32_t held(std::uint32_t value) {
+    asm volatile("" : "+r"(value));
+    return value;
+}
+
+// The same of an address in shared memory.
+template <typename T>
+__device__ __forceinline__ T* held_shared(T* ptr) {
+    const auto address = static_cast<std::uint32_t>(__cvta_generic_to_shared(ptr));
+    return static_cast<T*>(__cvta_shared_to_generic(held(address)));
+}
+
+// The sum of one field of the rows' counts: in lane t the keys that reach threshold t, in the lane
+// behind them the changes.
+class FieldSum {
+  public:
+    __device__ __forceinline__ explicit FieldSum(std::uint32_t lane)
+        : high_(held(lane >= 2 && lane < kDeltaThresholds ? ~0u : 0u)),
+          shift_(held(lane >= kDeltaThresholds ? 0 : (lane < 2 ? lane + 1 : lane - 2) * 10)) {}
+
+    __device__ __forceinline__ void add(const DeltaCounts& row) {
+        sum_ += ((row.high & high_) | (row.low & ~high_)) >> shift_ & 1023u;
+    }
+    __device__ __forceinline__ std::uint32_t sum() const { return sum_; }
+
+  private:
+    std::uint32_t high_;
+    std::uint32_t shift_;
+    std::uint32_t sum_ = 0;
+};
+
 // Counts of all lanes.
 __device__ __forceinline__ DeltaCounts sum_counts(const DeltaCounts& own) {
     return {__reduce_add_sync(kFull, own.low), __reduce_add_sync(kFull, own.high)};

@@ -10,8 +10,12 @@ namespace {
 
 using namespace lanes;
 
+#ifndef WEIGHTSYNC_DELTA_CAPACITY
+#define WEIGHTSYNC_DELTA_CAPACITY 272
+#define WEIGHTSYNC_DELTA_BLOCKS 5
+#endif
 // Changes of one warp that shared memory holds: five blocks of threads a multiprocessor.
-constexpr std::uint32_t kCapacity = 288;
+constexpr std::uint32_t kCapacity = WEIGHTSYNC_DELTA_CAPACITY;
 struct Launch {
     const DeltaSpanRow* rows;
     const std::int64_t* first_block;
@@ -44,12 +48,8 @@ __device__ __forceinline__ void look_at(const DeltaBlockPlace& block, const Delt
                                         std::uint32_t lane) {
     using Vector = DeltaVector<kind>;
     constexpr std::uint32_t unroll = 2 / Vector::vectors;
-    // Each lane adds up one field, the last one the changes; the changes all of them need.
-    const bool is_high = lane >= 2 && lane < kDeltaThresholds;
-    const std::uint32_t shift =
-        lane >= kDeltaThresholds ? 0 : (lane < 2 ? lane + 1 : lane - 2) * 10;
-    std::uint32_t running = 0;
-    std::uint32_t found = 0;
+    FieldSum running(lane);
+    std::uint32_t found = 0;  // changes, which all lanes need
     const std::uint32_t begin = warp * kDeltaWarpElements;
     for (std::uint32_t r = 0; r < Vector::rows; r += unroll) {
         const std::uint32_t start = begin + r * Vector::row_elements;
@@ -76,14 +76,15 @@ __device__ __forceinline__ void look_at(const DeltaBlockPlace& block, const Delt
             DeltaCounts total;
             const DeltaCounts before = scan_counts(own, num_thresholds > 2, &total);
             if (lane <= kDeltaThresholds) {
-                counts->starts[warp][r + u].reached[lane] = static_cast<std::uint16_t>(running);
+                counts->starts[warp][r + u].reached[lane] =
+                    static_cast<std::uint16_t>(running.sum());
             }
             delta_stage_lane(stage, warp, at, changed, before, found);
-            running += (is_high ? total.high : total.low) >> shift & 1023u;
+            running.add(total);
             found += total.low & 1023u;
         }
     }
-    if (lane <= kDeltaThresholds) counts->totals[warp][lane] = running;
+    if (lane <= kDeltaThresholds) counts->totals[warp][lane] = running.sum();
 }
 
 template <DeltaKind kind>
@@ -216,13 +217,13 @@ __device__ __forceinline__ void encode_block(const Launch& launch, const DeltaBl
 }
 
 template <DeltaKind kind>
-__global__ __launch_bounds__(kDeltaThreads, 5) void encode_kernel(Launch launch) {
+__global__ __launch_bounds__(kDeltaThreads, WEIGHTSYNC_DELTA_BLOCKS) void encode_kernel(Launch launch) {
     extern __shared__ __align__(16) unsigned char memory[];
     __shared__ Shared shared;
     __shared__ __align__(8) unsigned char parameters[sizeof(DeltaParameters)];
     DeltaStage stage;
-    delta_stage_at(memory, kCapacity, 0, &stage);
-    encode_block<kind, false>(launch, launch.units[blockIdx.x], stage, &shared,
+    delta_stage_at(held_shared(memory), kCapacity, 0, &stage);
+    encode_block<kind, false>(launch, launch.units[blockIdx.x], stage, held_shared(&shared),
                               reinterpret_cast<DeltaParameters*>(parameters));
 }
 
@@ -241,6 +242,10 @@ __global__ __launch_bounds__(kDeltaThreads) void crowded_kernel(Launch launch) {
         __syncthreads();
     }
 }
+
+// Elements of a sample that a thread has in flight: of a piece, all.
+constexpr int kSampleThreads = 256;
+constexpr int kSampleBatch = kSamplePiece / kSampleThreads;
 
 // A block of threads a span.
 template <DeltaKind kind>
@@ -267,16 +272,26 @@ __device__ void sample_span(const DeltaSpanRow& row, std::uint32_t (*steps)[kDel
         const DeltaSamplePiece piece = delta_sample_piece(size, p);
         compared += static_cast<std::uint32_t>(piece.end - piece.begin);
         counted += static_cast<std::uint32_t>(piece.counted_end - piece.begin);
-        for (std::int64_t i = piece.begin + thread; i < piece.end; i += blockDim.x) {
-            const std::uint32_t from = load_one(old, i);
-            const std::uint32_t to = load_one(current, i);
-            const std::uint32_t key = Element::key(from);
-            if (i < piece.counted_end) atomicAdd(&counts->all[key], 1u);
-            if (from == to) continue;
-            std::uint32_t down = 0;
-            const std::uint32_t step = Element::step(from, to, &down);
-            atomicAdd(&counts->changed[key], 1u);
-            atomicAdd(&steps[key][step <= kDeltaMaxTypical ? step : 0], 1u);
+        for (std::int64_t first = piece.begin + thread; first < piece.end;
+             first += kSampleBatch * blockDim.x) {
+            std::uint32_t from[kSampleBatch];
+            std::uint32_t to[kSampleBatch];
+#pragma unroll
+            for (int k = 0; k < kSampleBatch; ++k) {  // all loads come before the first count
+                const std::int64_t i = first + k * blockDim.x;
+                from[k] = i < piece.end ? load_one(old, i) : 0;
+                to[k] = i < piece.end ? load_one(current, i) : 0;
+            }
+#pragma unroll
+            for (int k = 0; k < kSampleBatch; ++k) {
+                const std::uint32_t key = Element::key(from[k]);
+                if (first + k * blockDim.x < piece.counted_end) atomicAdd(&counts->all[key], 1u);
+                if (from[k] == to[k]) continue;
+                std::uint32_t down = 0;
+                const std::uint32_t step = Element::step(from[k], to[k], &down);
+                atomicAdd(&counts->changed[key], 1u);
+                atomicAdd(&steps[key][step <= kDeltaMaxTypical ? step : 0], 1u);
+            }
         }
     }
     __syncthreads();
@@ -291,8 +306,8 @@ __device__ void sample_span(const DeltaSpanRow& row, std::uint32_t (*steps)[kDel
     }
 }
 
-__global__ __launch_bounds__(256) void sample_kernel(const DeltaSpanRow* rows,
-                                                     DeltaSampleCounts* out) {
+__global__ __launch_bounds__(kSampleThreads) void sample_kernel(const DeltaSpanRow* rows,
+                                                                DeltaSampleCounts* out) {
     extern __shared__ __align__(16) unsigned char memory[];
     __shared__ DeltaSampleCounts counts;
     auto* steps = reinterpret_cast<std::uint32_t (*)[kDeltaMaxTypical + 1]>(memory);
@@ -354,7 +369,8 @@ struct CudaDeltaEncoder::State {
         cuda::check(cudaFuncSetAttribute(sample_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                          static_cast<int>(kSampleBytes)),
                     "cudaFuncSetAttribute", device);
-        sample_kernel<<<static_cast<unsigned>(count), 256, kSampleBytes, stream>>>(rows.get(), out);
+        sample_kernel<<<static_cast<unsigned>(count), kSampleThreads, kSampleBytes, stream>>>(
+            rows.get(), out);
         cuda::check(cudaGetLastError(), "launch of sample_kernel", device);
         const std::size_t bytes = count * sizeof(DeltaSampleCounts);
         download(pinned_samples.fit(bytes, device), out, bytes);
