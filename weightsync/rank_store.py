@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from weightsync.codec import block_digests
+from weightsync.codec.spans import Digests
 from weightsync.config import DecodePlace, decode_place
 from weightsync.coverage import SlotIndex
 from weightsync.deadline import Deadline
@@ -26,6 +27,7 @@ from weightsync.device_delta import (
     LiveDigests,
     decode_there,
 )
+from weightsync.device_fold import DecodedTurns, LiveChain, decode_in_turn
 from weightsync.device_patch import DecodedWrite, DeviceWrite
 from weightsync.device_tables import CPU, KeptBuffer, synchronize
 from weightsync.digest import DigestPart, DigestTable
@@ -53,21 +55,23 @@ R = TypeVar("R")
 @dataclass(eq=False)
 class Fetched:
     """What a session has taken from a store: ``digests`` are those of the boxes of this rank, by the
-    store's names; ``writes`` are of a delta."""
+    store's names; ``writes`` are of a delta, ``later`` what several deltas write behind them in turn."""
 
     parts: dict[str, tuple[TensorMeta, tuple[tuple[int, int], ...]]]  # meta, slots of this rank
     digests: dict[str, int] = field(default_factory=dict)
     writes: list[Write | DeviceWrite | DecodedWrite] = field(default_factory=list)
+    later: list[list[DeviceWrite | DecodedWrite]] = field(default_factory=list)
     read_back: DigestTable | None = None  # of live tensors, where they are to be digested again
     num_payload_bytes: int = 0
     num_changed: int = 0
-    decoded: DeviceDeltas | None = None  # memory of a device that ``writes`` speak of
+    # Memory of a device that writes speak of.
+    decoded: list[DeviceDeltas | DecodedTurns] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)  # parts of fetching
 
     def close(self) -> None:
         """Free what lies on a device. Idempotent."""
-        if self.decoded is not None:
-            self.decoded.close()
+        for decoded in self.decoded:
+            decoded.close()
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,9 +122,10 @@ class RankStore:
     def decode(self, source: Mapping[str, Any], deadline: Deadline) -> Fetched:
         """What a chain of deltas does to the live weights; nothing is written.
 
-        Several deltas are folded span by span. Raises :class:`IntegrityError` if any tensor, changed
-        or not, would not be the target's afterwards: a record is damaged, or live weights are
-        not the base; :class:`ConfigError` where deltas cannot be applied to this engine.
+        Several deltas are folded span by span, or on a device decoded in turn. Raises
+        :class:`IntegrityError` if any tensor, changed or not, would not be the target's afterwards: a
+        record is damaged, or live weights are not the base; :class:`ConfigError` where deltas cannot
+        be applied to this engine.
         """
         start_s = time.perf_counter()
         chain = open_chain(source)
@@ -164,8 +169,8 @@ class RankStore:
         mine: Sequence[tuple[ChainTensor, LiveTensor, str]],
         deadline: Deadline,
     ) -> None:
-        """On a device: one launch digests everything that lives, one decodes the records of one delta.
-        Tensors that several deltas change are folded on the host."""
+        """On a device: one launch digests everything that lives, one decodes the records of one delta,
+        or of tensors that several deltas change those of each in turn."""
         ptrs = [(part.meta, live.spots[0].ptr) for part, live, _ in mine]
         where = tuple((meta.name, ptr) for meta, ptr in ptrs)
         table = self._live_digests.get(where, lambda: LiveDigests(ptrs, self._device))
@@ -173,6 +178,11 @@ class RankStore:
             i
             for i, ((part, _, _), (_, ptr)) in enumerate(zip(mine, ptrs, strict=True))
             if len(part.steps) <= 1 and ptr % DECODE_ALIGNMENT == 0
+        ]
+        chained = [
+            i
+            for i, ((part, _, _), (_, ptr)) in enumerate(zip(mine, ptrs, strict=True))
+            if len(part.steps) > 1 and ptr % DECODE_ALIGNMENT == 0
         ]
         start_s = time.perf_counter()
         with ThreadPoolExecutor(1, "weightsync-digest") as pool:  # while files are read
@@ -188,21 +198,27 @@ class RankStore:
             for i, part in ((i, mine[i][0]) for i in here)
         ]
         digested_s = time.perf_counter()
-        fetched.decoded = decode_there(
+        decoded = decode_there(
             deltas,
             [digests[i] for i in here],
             self._device,
             buffer=buffer,
             num_threads=self._threads,
         )
+        fetched.decoded.append(decoded)
         end_s = time.perf_counter()
         fetched.seconds |= {
             "fetch_read": read_s - start_s,
             "fetch_digest": digested_s - read_s,
             "fetch_decode": end_s - digested_s,
-            **{f"fetch_decode_{n}": s for n, s in fetched.decoded.seconds.items()},
+            **{f"fetch_decode_{n}": s for n, s in decoded.seconds.items()},
         }
-        writes: dict[int, Sequence[Any]] = dict(zip(here, fetched.decoded.writes, strict=True))
+        writes: dict[int, Sequence[Any]] = dict(zip(here, decoded.writes, strict=True))
+        if chained:
+            chains = [(mine[i][0], ptrs[i][1], digests[i]) for i in chained]
+            self._decode_chains(fetched, chains, deadline)
+            fetched.seconds["fetch_fold"] = time.perf_counter() - end_s
+            writes |= dict.fromkeys(chained, ())
         for i, (part, live, _) in enumerate(mine):
             if i not in writes:
                 deadline.check()
@@ -211,6 +227,31 @@ class RankStore:
             fetched.writes += writes[i]
             fetched.num_payload_bytes += part.num_bytes
             fetched.num_changed += sum(write.count for write in writes[i])
+
+    def _decode_chains(
+        self,
+        fetched: Fetched,
+        chains: Sequence[tuple[ChainTensor, int, Digests]],
+        deadline: Deadline,
+    ) -> None:
+        """Of tensors that several deltas change: what each delta writes."""
+        steps = [step for part, _, _ in chains for step in part.steps]
+        _, records = read_records(steps, self._threads, check=deadline.check)
+        found = iter(records)
+        lives = [
+            LiveChain(part.meta, ptr, [(next(found), entry.digest) for _, _, entry in part.steps])
+            for part, ptr, _ in chains
+        ]
+        turns = decode_in_turn(
+            lives,
+            [digests for _, _, digests in chains],
+            self._device,
+            num_threads=self._threads,
+            check=deadline.check,
+        )
+        fetched.decoded.append(turns)
+        fetched.later = turns.turns
+        fetched.num_changed += sum(write.count for turn in turns.turns for write in turn)
 
     def close(self) -> None:
         """Let go of memory that is kept from delta to delta; no job may be under way."""

@@ -138,7 +138,7 @@ def test_live_weights_that_are_not_the_base_are_named(device: str) -> None:
 def test_an_engine_takes_deltas_that_are_decoded_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the CPU, by the twins of the launches; several deltas at once are folded on the host."""
+    """On the CPU, by the twins of the launches, one delta and several at once."""
     original = RankStore.__init__
 
     def init(store: RankStore, *rest: Any) -> None:
