@@ -217,7 +217,8 @@ __device__ __forceinline__ void encode_block(const Launch& launch, const DeltaBl
 }
 
 template <DeltaKind kind>
-__global__ __launch_bounds__(kDeltaThreads, WEIGHTSYNC_DELTA_BLOCKS) void encode_kernel(Launch launch) {
+__global__ __launch_bounds__(kDeltaThreads,
+                             WEIGHTSYNC_DELTA_BLOCKS) void encode_kernel(Launch launch) {
     extern __shared__ __align__(16) unsigned char memory[];
     __shared__ Shared shared;
     __shared__ __align__(8) unsigned char parameters[sizeof(DeltaParameters)];
