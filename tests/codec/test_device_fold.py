@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -46,7 +48,7 @@ class Model:
         found = []
         for meta, versions, held in zip(self.metas, self.versions, self.held, strict=True):
             steps = []
-            for old, new in zip(versions[:-1], versions[1:], strict=True):
+            for old, new in pairwise(versions):
                 records = [
                     (place, np.frombuffer(record, dtype=np.uint8))
                     for place, record in encode_tensor(meta, old, new, block_digests(meta, old))
