@@ -68,6 +68,25 @@ struct WarpTeam {
         __syncwarp();
         return running;
     }
+    template <typename Class, typename F>
+    __device__ void number(std::uint32_t count, const Class& class_of, const F& f) const {
+        std::uint32_t running[kDeltaClasses] = {};
+        for (std::uint32_t first = 0; first < count; first += kWarpLanes) {
+            const std::uint32_t i = first + lane;
+            const std::uint32_t c = i < count ? class_of(i) : kDeltaClasses;
+            std::uint32_t before = 0;
+#pragma unroll
+            for (std::uint32_t one = 0; one < kDeltaClasses; ++one) {
+                const unsigned votes = __ballot_sync(kFull, c == one);
+                if (c == one) {
+                    before = running[one] + static_cast<std::uint32_t>(__popc(votes & below()));
+                }
+                running[one] += static_cast<std::uint32_t>(__popc(votes));
+            }
+            if (i < count) f(i, c, before);
+        }
+        __syncwarp();
+    }
     template <typename Value>
     __device__ std::uint32_t sum(std::uint32_t count, const Value& value) const {
         std::uint32_t own = 0;

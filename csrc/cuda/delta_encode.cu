@@ -108,6 +108,7 @@ __device__ __forceinline__ std::uint64_t turn(const DeltaBlockPlace& block, cons
                                               const DeltaCuts& cuts, DeltaBlockCounts* counts,
                                               std::uint32_t warp, std::uint32_t lane) {
     std::uint64_t sum = 0;
+    std::uint32_t in_class = 0;  // of the class of this lane's number
     const std::uint32_t staged = counts->staged[warp];
     for (std::uint32_t first = 0; first < staged; first += kWarpLanes) {
         const std::uint32_t i = first + lane;
@@ -119,11 +120,11 @@ __device__ __forceinline__ std::uint64_t turn(const DeltaBlockPlace& block, cons
         }
         for (int one = 0; one <= parameters.num_thresholds; ++one) {
             const unsigned votes = __ballot_sync(kFull, static_cast<int>(c) == one);
-            if (lane == 0 && votes != 0) {
-                atomicAdd(&counts->class_changes[one], static_cast<std::uint32_t>(__popc(votes)));
-            }
+            if (static_cast<int>(lane) == one)
+                in_class += static_cast<std::uint32_t>(__popc(votes));
         }
     }
+    if (lane < kDeltaClasses) counts->places[warp][lane] = in_class;
     return sum;
 }
 
@@ -142,7 +143,6 @@ __device__ __forceinline__ void encode_block(const Launch& launch, const DeltaBl
     for (std::uint32_t i = thread; i < sizeof(DeltaParameters); i += kDeltaThreads) {
         reinterpret_cast<unsigned char*>(parameters)[i] = from[i];
     }
-    if (thread < kDeltaClasses) counts.class_changes[thread] = 0;
     if (thread == 0) shared->digest = 0;
     __syncthreads();
     const DeltaBlockPlace block = delta_place_of<kind>(row, row.new_ptr, unit.block);
@@ -177,10 +177,12 @@ __device__ __forceinline__ void encode_block(const Launch& launch, const DeltaBl
     __syncthreads();
     const WarpTeam team{lane};
     const bool has_class = static_cast<int>(warp) < counts.num_classes;
-    if (has_class) {
-        delta_gather(team, stage, counts.staged, static_cast<int>(warp),
-                     counts.mode == DeltaMode::gaps, counts.classes[warp].begin);
+    if (static_cast<int>(lane) < counts.num_classes) {
+        delta_begin_places(warp, static_cast<int>(lane), &counts);
     }
+    __syncwarp();
+    delta_place(team, stage, warp, counts.staged[warp], counts.mode == DeltaMode::gaps,
+                counts.places[warp]);
     __syncthreads();
     if (has_class) delta_measure(team, stage, &counts.classes[warp]);
     __syncthreads();

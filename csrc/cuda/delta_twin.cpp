@@ -37,8 +37,9 @@ class BlockTwin {
         delta_choose_mode(block_.size, parameters_, &counts_);
         const bool is_gaps = counts_.mode == DeltaMode::gaps;
         result->mode = static_cast<std::uint32_t>(counts_.mode);
-        for (int c = 0; c < counts_.num_classes; ++c) {
-            delta_gather(team_, stage_, counts_.staged, c, is_gaps, counts_.classes[c].begin);
+        for (std::uint32_t warp = 0; warp < kDeltaWarps; ++warp) {
+            for (int c = 0; c < counts_.num_classes; ++c) delta_begin_places(warp, c, &counts_);
+            delta_place(team_, stage_, warp, counts_.staged[warp], is_gaps, counts_.places[warp]);
         }
         for (int c = 0; c < counts_.num_classes; ++c) {
             delta_measure(team_, stage_, &counts_.classes[c]);
@@ -77,7 +78,7 @@ class BlockTwin {
         for (std::uint32_t i = 0; i < counts_.staged[warp]; ++i) {
             result->digest += delta_turn<kind>(stage_, block_, parameters_, cuts_,
                                                counts_.starts[warp], counts_.base[warp], warp, i);
-            ++counts_.class_changes[stage_.label[warp * stage_.capacity + i] & 7];
+            ++counts_.places[warp][stage_.label[warp * stage_.capacity + i] & 7];
         }
     }
 

@@ -17,6 +17,8 @@ struct DeltaBlockCounts {
     bool is_fitting;                          // no warp's stage was too small
     std::uint32_t reached[kDeltaThresholds];  // of the block
     std::uint32_t class_changes[kDeltaClasses];
+    // By warp and class, its changes; then where they begin in coded order.
+    std::uint32_t places[kDeltaWarps][kDeltaClasses];
     std::uint32_t class_sizes[kDeltaClasses];
     std::uint32_t class_bits[kDeltaClasses + 1];
     DeltaClass classes[kDeltaClasses];
@@ -67,6 +69,14 @@ WEIGHTSYNC_HD_INLINE void delta_measure_class(std::uint32_t size, const DeltaPar
     const std::uint32_t from = c == 0 ? size : counts->reached[c - 1];
     const std::uint32_t in_class = from - (c + 1 < num_classes ? counts->reached[c] : 0);
     counts->class_sizes[c] = in_class;
+    std::uint32_t changes = 0;
+    WEIGHTSYNC_UNROLL
+    for (std::uint32_t warp = 0; warp < kDeltaWarps; ++warp) {
+        const std::uint32_t one = counts->places[warp][c];
+        counts->places[warp][c] = changes;
+        changes += one;
+    }
+    counts->class_changes[c] = changes;
     counts->class_bits[c] = DeltaNumbers::bits(counts->class_changes[c], in_class);
     for (std::uint32_t& length : counts->classes[c].lengths) length = 0;
 }
@@ -77,6 +87,17 @@ WEIGHTSYNC_HD_INLINE void delta_choose_mode(std::uint32_t size, const DeltaParam
     counts->mode = delta_choose(size, parameters.num_thresholds + 1, counts->class_sizes,
                                 counts->class_changes, counts->class_bits, counts->classes,
                                 &counts->num_classes);
+}
+
+// By one thread a warp, once the mode is chosen: where each class of its changes begins.
+WEIGHTSYNC_HD_INLINE void delta_begin_places(std::uint32_t warp, int c, DeltaBlockCounts* counts) {
+    std::uint32_t& begin = counts->places[warp][c];
+    if (counts->mode != DeltaMode::gaps) {
+        begin += counts->classes[c].begin;
+    } else if (c == 0) {
+        begin = 0;
+        for (std::uint32_t w = 0; w < warp; ++w) begin += counts->staged[w];
+    }
 }
 
 }  // namespace weightsync::lanes

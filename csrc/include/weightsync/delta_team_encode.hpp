@@ -10,9 +10,10 @@ namespace weightsync::lanes {
 
 // A team that is one thread. Others have the same members: `each` calls f(i) for i < count;
 // `scan` calls f(i, sum of value(j) for j < i, value(i)) and returns the sum of all; `choose` calls
-// f(i, how many before it) for each i that `is_chosen` and returns how many are; `sum` returns the
-// sum of value(i). What one call wrote, the next may read. `least` is the first i < count <= 32 of
-// the lowest cost(i). Every member of a team makes every call.
+// f(i, how many before it) for each i that `is_chosen` and returns how many are; `number` calls
+// f(i, class(i), how many of its class before it), of kDeltaClasses; `sum` returns the sum of
+// value(i). What one call wrote, the next may read. `least` is the first i < count <= 32 of the
+// lowest cost(i). Every member of a team makes every call.
 struct SoloTeam {
     template <typename F>
     void each(std::uint32_t count, const F& f) const {
@@ -35,6 +36,14 @@ struct SoloTeam {
             if (is_chosen(i)) f(i, before++);
         }
         return before;
+    }
+    template <typename Class, typename F>
+    void number(std::uint32_t count, const Class& class_of, const F& f) const {
+        std::uint32_t before[kDeltaClasses] = {};
+        for (std::uint32_t i = 0; i < count; ++i) {
+            const std::uint32_t c = class_of(i);
+            f(i, c, before[c]++);
+        }
     }
     template <typename Value>
     std::uint32_t sum(std::uint32_t count, const Value& value) const {
@@ -181,23 +190,22 @@ struct DeltaPlanes {
     std::uint32_t codes;
 };
 
-// Gathers the changes of class `c` (of all, if `is_gaps`) from what the warps staged.
+// Brings the changes that a warp staged to their places in coded order: by class, each behind those
+// of the warps before, or as they come if `is_gaps`. `begins` are the first places, by class.
 template <typename Team>
-WEIGHTSYNC_HD_INLINE void delta_gather(const Team& team, const DeltaStage& stage,
-                                       const std::uint32_t* staged, int c, bool is_gaps,
-                                       std::uint32_t begin) {
-    for (std::uint32_t warp = 0; warp < kDeltaWarps; ++warp) {
-        const std::uint32_t from = warp * stage.capacity;
-        begin += team.choose(
-            staged[warp],
-            [&](std::uint32_t i) { return is_gaps || (stage.label[from + i] & 7) == c; },
-            [&](std::uint32_t i, std::uint32_t before) {
-                const std::uint32_t to = begin + before;
-                stage.listed[to] = is_gaps ? stage.position[from + i] : stage.number[from + i];
-                stage.low[to] = stage.high[from + i];
-                stage.coded_label[to] = stage.label[from + i];
-            });
-    }
+WEIGHTSYNC_HD_INLINE void delta_place(const Team& team, const DeltaStage& stage, std::uint32_t warp,
+                                      std::uint32_t staged, bool is_gaps,
+                                      const std::uint32_t* begins) {
+    const std::uint32_t from = warp * stage.capacity;
+    team.number(
+        staged,
+        [&](std::uint32_t i) { return is_gaps ? 0u : std::uint32_t{stage.label[from + i]} & 7u; },
+        [&](std::uint32_t i, std::uint32_t c, std::uint32_t before) {
+            const std::uint32_t to = begins[c] + before;
+            stage.listed[to] = is_gaps ? stage.position[from + i] : stage.number[from + i];
+            stage.low[to] = stage.high[from + i];
+            stage.coded_label[to] = stage.label[from + i];
+        });
 }
 
 // Length and parameters of everything that a class has. `lengths` are zero.
