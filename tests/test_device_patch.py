@@ -63,11 +63,11 @@ def test_it_writes_keeps_checks_and_takes_back(device: str, dtype: str) -> None:
     for (block, _), after in zip(blocks, expected, strict=True):
         assert (block.read() == after).all()
     blocks[1][0].flip(77)
-    assert patch.run(Work.COMPARE) == 1
+    assert patch.run(Work.COMPARE)[0] == 1
     patch.take_back()
     for block, before in blocks:
         assert (block.read() == before).all()
-    assert patch.run(Work.COMPARE_FORMER) == 0
+    assert patch.run(Work.COMPARE_FORMER) == (0, 0)
     patch.close()
     patch.close()
 
@@ -93,13 +93,16 @@ def test_what_does_not_hold_its_new_value_is_noticed(device: str) -> None:
 
 
 def test_bad_rows_are_refused() -> None:
-    row = np.array([[8, 8, 8, 8, 1, 3]], dtype=np.uint64)
+    row = np.array([[8, 8, 8, 8, 1, 3, 0, 0, 1]], dtype=np.uint64)
     with pytest.raises(ValueError, match="elements of 3 bytes"):
         native.extension.run_patch(row.ctypes.data, 1, [0])
     for column in range(4):
-        row = np.array([[8, 8, 8, 8, 1, 2]], dtype=np.uint64)
+        row = np.array([[8, 8, 8, 8, 1, 2, 0, 0, 1]], dtype=np.uint64)
         row[0, column] = 0 if column else 9
         with pytest.raises(ValueError, match="null or unaligned"):
             native.extension.run_patch(row.ctypes.data, 1, [0])
+    row = np.array([[8, 8, 8, 8, 1, 2, 0, 0, 3]], dtype=np.uint64)
+    with pytest.raises(ValueError, match=r"words of 2\^3"):
+        native.extension.run_patch(row.ctypes.data, 1, [0])
     with pytest.raises(ValueError, match="work 4"):
         native.extension.run_patch(row.ctypes.data, 0, [0, 4])

@@ -82,7 +82,7 @@ def test_a_check_that_fails_is_taken_back(tmp_path: Path, monkeypatch: pytest.Mo
 
         put = DevicePatch.put
 
-        def fail(patch: DevicePatch) -> None:
+        def fail(patch: DevicePatch) -> int:
             put(patch)
             raise IntegrityError("as if it were not there")
 

@@ -158,9 +158,8 @@ def _settle(
             span, width = decoded.spans[number], place.kind.element_bytes
             target_ptr, end = coded.old_ptrs[number], first + place.num_blocks
             if span.outcome is Outcome.DECODED:
-                writes.append(
-                    DecodedWrite(target_ptr, span.positions_ptr, span.values_ptr, span.count, width)
-                )
+                at = (span.positions_ptr, span.values_ptr, span.count)
+                writes.append(DecodedWrite(target_ptr, *at, width, place))
             else:
                 new = decoded.digests[first:end]
                 new[:] = coded.digests[first:end]
@@ -191,7 +190,7 @@ def _decode_here(
     except IntegrityError as error:
         raise IntegrityError(f"{meta.name!r}: {error}") from error
     width = place.kind.element_bytes
-    return DeviceWrite(ptr, changes.positions, changes.values.view(f"u{width}"))
+    return DeviceWrite(ptr, changes.positions, changes.values.view(f"u{width}"), place)
 
 
 def _check(delta: LiveDelta, result: int) -> None:

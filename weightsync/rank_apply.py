@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from weightsync.device_patch import DecodedWrite, DevicePatch, DeviceWrite
+from weightsync.errors import IntegrityError
 from weightsync.faults import reach
 from weightsync.live_tensor import Write
 from weightsync.rank_store import Fetched
@@ -44,16 +45,16 @@ class DeltaApply:
     def put(self) -> None:
         """Write everything, then read every written element back. Raises :class:`IntegrityError`."""
         self._is_begun = True
-        if self._patches:
-            reach("engine.half_placed")
-            for patch in self._patches:
-                self._put.append(patch)
-                patch.put()
-            return
         half = len(self._writes) // 2
         _all(self._pool, _put_and_check, self._writes[:half])
         reach("engine.half_placed")
         _all(self._pool, _put_and_check, self._writes[half:])
+        growth = 0
+        for patch in self._patches:
+            self._put.append(patch)
+            growth += patch.put()
+        if self._patches and not self._writes:
+            self._check_growth(growth % (1 << 64))
 
     def take_back(self) -> bool:
         """Restore what was overwritten; whether there was anything. Raises :class:`IntegrityError`
@@ -73,6 +74,15 @@ class DeltaApply:
         self._close_patches()
         self._fetched.close()
         self._writes = []
+
+    def _check_growth(self, growth: int) -> None:
+        """What was overwritten was the base's, and what is there now is the target's."""
+        expected = self._fetched.growth
+        if expected is not None and growth != expected:
+            raise IntegrityError(
+                f"what was written adds {growth:016x} to the digests of the live tensors, expected "
+                f"{expected:016x}: they, or what was decoded, were changed since they were looked at"
+            )
 
     def _close_patches(self) -> None:
         for patch in self._patches:

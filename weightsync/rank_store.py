@@ -64,6 +64,7 @@ class Fetched:
     read_back: DigestTable | None = None  # of live tensors, where they are to be digested again
     num_payload_bytes: int = 0
     num_changed: int = 0
+    growth: int | None = None  # what writes on a device add to the digests of live tensors
     # Memory of a device that writes speak of.
     decoded: list[DeviceDeltas | DecodedTurns] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)  # parts of fetching
@@ -191,6 +192,8 @@ class RankStore:
             buffer, records = read_records(steps, self._threads, self._buffer.room, deadline.check)
             read_s = time.perf_counter()
             digests = live_digests.result()
+        old = sum(int(one.sum(dtype=np.uint64)) for one in digests)
+        fetched.growth = (sum(part.digest or 0 for part, _, _ in mine) - old) % (1 << 64)
         deadline.check()
         found = iter(records)
         deltas = [

@@ -152,6 +152,10 @@ std::vector<PatchWork> patch_works(const std::vector<int>& works) {
     return found;
 }
 
+std::pair<std::uint64_t, std::uint64_t> pair_of(const PatchFound& found) {
+    return {found.different, found.growth};
+}
+
 void bind_patch(py::module_& module) {
     py::class_<CudaPatchTable>(module, "CudaPatchTable", plain_metaclass())
         .def(py::init([](std::uintptr_t rows_ptr, std::int64_t num_rows, int device) {
@@ -164,7 +168,7 @@ void bind_patch(py::module_& module) {
             [](CudaPatchTable& self, std::uintptr_t stream, const std::vector<int>& works) {
                 const std::vector<PatchWork> wanted = patch_works(works);
                 const py::gil_scoped_release released;
-                return self.run(stream, wanted);
+                return pair_of(self.run(stream, wanted));
             },
             py::arg("stream"), py::arg("works"))
         .def("close", [](CudaPatchTable& self) {
@@ -176,7 +180,7 @@ void bind_patch(py::module_& module) {
         [](std::uintptr_t rows_ptr, std::int64_t num_rows, const std::vector<int>& works) {
             const std::vector<PatchWork> wanted = patch_works(works);
             const py::gil_scoped_release released;
-            return run_patch(pointer<const PatchRow>(rows_ptr), num_rows, wanted);
+            return pair_of(run_patch(pointer<const PatchRow>(rows_ptr), num_rows, wanted));
         },
         py::arg("rows_ptr"), py::arg("num_rows"), py::arg("works"));
 }

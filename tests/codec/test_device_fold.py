@@ -13,7 +13,7 @@ from weightsync.codec import block_digests, encode_tensor, tensor_digest
 from weightsync.codec.spans import Bytes
 from weightsync.device_fold import DecodedTurns, LiveChain, decode_in_turn
 from weightsync.device_patch import DecodedWrite, DevicePatch
-from weightsync.device_tables import read_bytes
+from weightsync.device_tables import read_bytes, write_bytes
 from weightsync.errors import IntegrityError
 from weightsync.live_tensor import Write
 from weightsync.rank_apply import DeltaApply
@@ -137,16 +137,43 @@ def test_a_turn_that_fails_is_taken_back_with_those_before_it(
     delta = DeltaApply(fetched, device, 1)
     put, puts = DevicePatch.put, []
 
-    def second_fails(patch: DevicePatch) -> None:
-        put(patch)
+    def second_fails(patch: DevicePatch) -> int:
+        growth = put(patch)
         puts.append(patch)
         if len(puts) == 2:
             raise IntegrityError("as if it were not there")
+        return growth
 
     monkeypatch.setattr(DevicePatch, "put", second_fails)
     with pytest.raises(IntegrityError, match="as if"):
         delta.put()
     assert delta.take_back()
+    assert model.is_version(0)
+    delta.close()
+    model.close()
+
+
+def test_live_weights_that_were_changed_since_they_were_looked_at_are_noticed(device: str) -> None:
+    """Every element then holds its new value, so that reading back alone would not see it."""
+    model = Model(device)
+    turns = model.decode()
+    fetched = Fetched({}, later=turns.turns, decoded=[turns])
+    growth = 0
+    for chain, digests in zip(model.chains(), model.digests, strict=True):
+        growth += (chain.steps[-1][1] or 0) - tensor_digest(digests)
+    fetched.growth = growth % (1 << 64)
+    delta = DeltaApply(fetched, device, 1)
+    delta.put()
+    assert model.is_version(-1)
+    assert delta.take_back()
+    place = int(np.flatnonzero(model.versions[0][0] != model.versions[0][1])[0])
+    former = read_bytes(model.held[0].ptr + place, 1, device)
+    write_bytes(model.held[0].ptr + place, bytes([former[0] ^ 0x40]), device)
+    with pytest.raises(IntegrityError, match="to the digests of the live tensors, expected"):
+        delta.put()
+    assert model.is_version(-1)
+    assert delta.take_back()
+    write_bytes(model.held[0].ptr + place, former, device)
     assert model.is_version(0)
     delta.close()
     model.close()
