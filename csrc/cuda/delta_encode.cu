@@ -11,10 +11,10 @@ namespace {
 using namespace lanes;
 
 #ifndef WEIGHTSYNC_DELTA_CAPACITY
-#define WEIGHTSYNC_DELTA_CAPACITY 272
-#define WEIGHTSYNC_DELTA_BLOCKS 5
+#define WEIGHTSYNC_DELTA_CAPACITY 352
+#define WEIGHTSYNC_DELTA_BLOCKS 4
 #endif
-// Changes of one warp that shared memory holds: five blocks of threads a multiprocessor.
+// Changes of one warp that shared memory holds: four blocks of threads a multiprocessor.
 constexpr std::uint32_t kCapacity = WEIGHTSYNC_DELTA_CAPACITY;
 struct Launch {
     const DeltaSpanRow* rows;
@@ -36,96 +36,108 @@ struct Launch {
 // What a block of threads shares.
 struct Shared {
     DeltaBlockCounts counts;
-    DeltaCuts cuts;
     unsigned long long digest;
     unsigned long long offset;
 };
 
+// What all threads of a block of threads know.
+struct Work {
+    const DeltaBlockPlace& block;
+    const DeltaStage& stage;
+    const DeltaParameters& parameters;
+    DeltaBlockCounts* counts;
+    std::uint32_t warp;
+    std::uint32_t lane;
+};
+
+// Staged changes from `first` on, one a lane. Adds up what they add to the digest, and in lane c
+// how many are of class c.
+template <DeltaKind kind>
+__device__ __forceinline__ void turn(const Work& work, std::uint32_t first, std::uint32_t staged,
+                                     std::uint64_t* growth, std::uint32_t* in_class) {
+    const std::uint32_t i = first + work.lane;
+    std::uint32_t c = kDeltaClasses;
+    if (i < staged) {
+        *growth += delta_turn<kind>(work.stage, work.block, work.parameters,
+                                    work.counts->starts[work.warp], work.warp, i);
+        c = work.stage.label[work.warp * work.stage.capacity + i] & 7;
+    }
+#pragma unroll
+    for (std::uint32_t one = 0; one < kDeltaClasses; ++one) {
+        const unsigned votes = __ballot_sync(kFull, c == one);
+        if (work.lane == one) *in_class += static_cast<std::uint32_t>(__popc(votes));
+    }
+}
+
+// Looks at all rows of a warp, and turns what changed while it is still in the caches: as soon as
+// there are changes for all lanes. Returns what they add to the digest, in every lane its part.
 template <DeltaKind kind, bool has_byte_keys>
-__device__ __forceinline__ void look_at(const DeltaBlockPlace& block, const DeltaStage& stage,
-                                        const DeltaCuts& cuts, int num_thresholds,
-                                        DeltaBlockCounts* counts, std::uint32_t warp,
-                                        std::uint32_t lane) {
+__device__ __forceinline__ std::uint64_t look_at(const Work& work, const DeltaCuts& cuts) {
     using Vector = DeltaVector<kind>;
     constexpr std::uint32_t unroll = 2 / Vector::vectors;
+    const DeltaBlockPlace& block = work.block;
+    const std::uint32_t warp = work.warp;
+    const std::uint32_t lane = work.lane;
+    const int num_thresholds = work.parameters.num_thresholds;
     FieldSum running(lane);
+    std::uint64_t growth = 0;
+    std::uint32_t in_class = 0;
     std::uint32_t found = 0;  // changes, which all lanes need
-    const std::uint32_t begin = warp * kDeltaWarpElements;
-    for (std::uint32_t r = 0; r < Vector::rows; r += unroll) {
-        const std::uint32_t start = begin + r * Vector::row_elements;
-        if (start >= block.size) break;
-        typename Vector::Lane old[unroll];
-        typename Vector::Lane current[unroll];
+    std::uint32_t turned = 0;
+    for (std::uint32_t r = 0;; r += unroll) {
+        const std::uint32_t start = warp * kDeltaWarpElements + r * Vector::row_elements;
+        const bool is_over = r >= Vector::rows || start >= block.size;
+        if (!is_over) {
+            typename Vector::Lane old[unroll];
+            typename Vector::Lane current[unroll];
 #pragma unroll
-        for (std::uint32_t u = 0; u < unroll; ++u) {
-            const std::uint32_t at = start + u * Vector::row_elements + lane * Vector::elements;
-            if (start + unroll * Vector::row_elements <= block.size) {
-                old[u] = Vector::read_whole(block.old, at);
-                current[u] = Vector::read_whole(block.current, at);
-            } else {
-                old[u] = Vector::read(block.old, at, block.size);
-                current[u] = Vector::read(block.current, at, block.size);
+            for (std::uint32_t u = 0; u < unroll; ++u) {
+                const std::uint32_t at = start + u * Vector::row_elements + lane * Vector::elements;
+                if (start + unroll * Vector::row_elements <= block.size) {
+                    old[u] = Vector::read_whole(block.old, at);
+                    current[u] = Vector::read_whole(block.current, at);
+                } else {
+                    old[u] = Vector::read(block.old, at, block.size);
+                    current[u] = Vector::read(block.current, at, block.size);
+                }
+            }
+#pragma unroll
+            for (std::uint32_t u = 0; u < unroll; ++u) {
+                const std::uint32_t at = start + u * Vector::row_elements + lane * Vector::elements;
+                const std::uint32_t changed = Vector::changed_mask(old[u], current[u]);
+                const DeltaCounts own =
+                    delta_count<kind, has_byte_keys>(old[u], changed, cuts, num_thresholds);
+                DeltaCounts total;
+                const DeltaCounts before = scan_counts(own, num_thresholds > 2, &total);
+                if (lane <= kDeltaThresholds) {
+                    work.counts->starts[warp][r + u].reached[lane] =
+                        static_cast<std::uint16_t>(running.sum());
+                }
+                delta_stage_lane(work.stage, warp, at, changed, before, found);
+                running.add(total);
+                found += total.low & 1023u;
             }
         }
-#pragma unroll
-        for (std::uint32_t u = 0; u < unroll; ++u) {
-            const std::uint32_t at = start + u * Vector::row_elements + lane * Vector::elements;
-            const std::uint32_t changed = Vector::changed_mask(old[u], current[u]);
-            const DeltaCounts own =
-                delta_count<kind, has_byte_keys>(old[u], changed, cuts, num_thresholds);
-            DeltaCounts total;
-            const DeltaCounts before = scan_counts(own, num_thresholds > 2, &total);
-            if (lane <= kDeltaThresholds) {
-                counts->starts[warp][r + u].reached[lane] =
-                    static_cast<std::uint16_t>(running.sum());
-            }
-            delta_stage_lane(stage, warp, at, changed, before, found);
-            running.add(total);
-            found += total.low & 1023u;
+        const std::uint32_t staged = min(found, work.stage.capacity);
+        if (turned + (is_over ? 1 : kWarpLanes) <= staged) __syncwarp();
+        while (turned + (is_over ? 1 : kWarpLanes) <= staged) {
+            turn<kind>(work, turned, staged, &growth, &in_class);
+            turned += kWarpLanes;
         }
+        if (is_over) break;
     }
-    if (lane <= kDeltaThresholds) counts->totals[warp][lane] = running.sum();
+    if (lane <= kDeltaThresholds) work.counts->totals[warp][lane] = running.sum();
+    if (lane < kDeltaClasses) work.counts->places[warp][lane] = in_class;
+    return growth;
 }
 
 template <DeltaKind kind>
-__device__ __forceinline__ void look(const DeltaBlockPlace& block, const DeltaStage& stage,
-                                     const DeltaCuts& cuts, const DeltaParameters& parameters,
-                                     DeltaBlockCounts* counts, std::uint32_t warp,
-                                     std::uint32_t lane) {
-    const int num_thresholds = parameters.num_thresholds;
-    if (kind == DeltaKind::float16 && delta_has_byte_keys<kind>(parameters)) {
-        look_at<kind, kind == DeltaKind::float16>(block, stage, cuts, num_thresholds, counts, warp,
-                                                  lane);
-    } else {
-        look_at<kind, false>(block, stage, cuts, num_thresholds, counts, warp, lane);
+__device__ __forceinline__ std::uint64_t look(const Work& work) {
+    const DeltaCuts cuts = delta_cuts<kind>(work.parameters);
+    if (kind == DeltaKind::float16 && delta_has_byte_keys<kind>(work.parameters)) {
+        return look_at<kind, kind == DeltaKind::float16>(work, cuts);
     }
-}
-
-// The digest's growth by this warp's changes, in every lane's part; counts classes.
-template <DeltaKind kind>
-__device__ __forceinline__ std::uint64_t turn(const DeltaBlockPlace& block, const DeltaStage& stage,
-                                              const DeltaParameters& parameters,
-                                              const DeltaCuts& cuts, DeltaBlockCounts* counts,
-                                              std::uint32_t warp, std::uint32_t lane) {
-    std::uint64_t sum = 0;
-    std::uint32_t in_class = 0;  // of the class of this lane's number
-    const std::uint32_t staged = counts->staged[warp];
-    for (std::uint32_t first = 0; first < staged; first += kWarpLanes) {
-        const std::uint32_t i = first + lane;
-        std::uint32_t c = kDeltaClasses;
-        if (i < staged) {
-            sum += delta_turn<kind>(stage, block, parameters, cuts, counts->starts[warp],
-                                    counts->base[warp], warp, i);
-            c = stage.label[warp * stage.capacity + i] & 7;
-        }
-        for (int one = 0; one <= parameters.num_thresholds; ++one) {
-            const unsigned votes = __ballot_sync(kFull, static_cast<int>(c) == one);
-            if (static_cast<int>(lane) == one)
-                in_class += static_cast<std::uint32_t>(__popc(votes));
-        }
-    }
-    if (lane < kDeltaClasses) counts->places[warp][lane] = in_class;
-    return sum;
+    return look_at<kind, false>(work, cuts);
 }
 
 // One block by the whole block of threads; all of them return together.
@@ -146,9 +158,9 @@ __device__ __forceinline__ void encode_block(const Launch& launch, const DeltaBl
     if (thread == 0) shared->digest = 0;
     __syncthreads();
     const DeltaBlockPlace block = delta_place_of<kind>(row, row.new_ptr, unit.block);
-    const DeltaCuts cuts = delta_cuts<kind>(*parameters);
-    if (thread == 0) shared->cuts = cuts;
-    look<kind>(block, stage, cuts, *parameters, &counts, warp, lane);
+    const std::uint64_t sum =
+        cuda::warp_sum(look<kind>(Work{block, stage, *parameters, &counts, warp, lane}));
+    if (lane == 0) atomicAdd(&shared->digest, static_cast<unsigned long long>(sum));
     __syncthreads();
     if (thread <= kDeltaThresholds) delta_add_warps(stage, static_cast<int>(thread), &counts);
     __syncthreads();
@@ -164,10 +176,6 @@ __device__ __forceinline__ void encode_block(const Launch& launch, const DeltaBl
     };
     if (!counts.is_fitting) return finish(DeltaBlockStatus::crowded);
     if (counts.num_changed == 0) return finish(DeltaBlockStatus::done);
-    const std::uint64_t sum =
-        cuda::warp_sum(turn<kind>(block, stage, *parameters, shared->cuts, &counts, warp, lane));
-    if (lane == 0) atomicAdd(&shared->digest, static_cast<unsigned long long>(sum));
-    __syncthreads();
     // A warp a class: what one thread does, another of its warp would have to wait for.
     if (lane == 0 && warp <= kDeltaClasses) {
         delta_measure_class(block.size, *parameters, static_cast<int>(warp), &counts);
@@ -182,7 +190,7 @@ __device__ __forceinline__ void encode_block(const Launch& launch, const DeltaBl
     }
     __syncwarp();
     delta_place(team, stage, warp, counts.staged[warp], counts.mode == DeltaMode::gaps,
-                counts.places[warp]);
+                counts.places[warp], counts.numbers[warp]);
     __syncthreads();
     if (has_class) delta_measure(team, stage, &counts.classes[warp]);
     __syncthreads();

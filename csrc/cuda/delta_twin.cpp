@@ -39,7 +39,8 @@ class BlockTwin {
         result->mode = static_cast<std::uint32_t>(counts_.mode);
         for (std::uint32_t warp = 0; warp < kDeltaWarps; ++warp) {
             for (int c = 0; c < counts_.num_classes; ++c) delta_begin_places(warp, c, &counts_);
-            delta_place(team_, stage_, warp, counts_.staged[warp], is_gaps, counts_.places[warp]);
+            delta_place(team_, stage_, warp, counts_.staged[warp], is_gaps, counts_.places[warp],
+                        counts_.numbers[warp]);
         }
         for (int c = 0; c < counts_.num_classes; ++c) {
             delta_measure(team_, stage_, &counts_.classes[c]);
@@ -76,8 +77,8 @@ class BlockTwin {
 
     void turn(std::uint32_t warp, DeltaBlockResult* result) {
         for (std::uint32_t i = 0; i < counts_.staged[warp]; ++i) {
-            result->digest += delta_turn<kind>(stage_, block_, parameters_, cuts_,
-                                               counts_.starts[warp], counts_.base[warp], warp, i);
+            result->digest +=
+                delta_turn<kind>(stage_, block_, parameters_, counts_.starts[warp], warp, i);
             ++counts_.places[warp][stage_.label[warp * stage_.capacity + i] & 7];
         }
     }

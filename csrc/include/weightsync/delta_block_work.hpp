@@ -19,6 +19,7 @@ struct DeltaBlockCounts {
     std::uint32_t class_changes[kDeltaClasses];
     // By warp and class, its changes; then where they begin in coded order.
     std::uint32_t places[kDeltaWarps][kDeltaClasses];
+    std::uint32_t numbers[kDeltaWarps][kDeltaClasses];  // what the warps before add to numbers
     std::uint32_t class_sizes[kDeltaClasses];
     std::uint32_t class_bits[kDeltaClasses + 1];
     DeltaClass classes[kDeltaClasses];
@@ -89,8 +90,11 @@ WEIGHTSYNC_HD_INLINE void delta_choose_mode(std::uint32_t size, const DeltaParam
                                 &counts->num_classes);
 }
 
-// By one thread a warp, once the mode is chosen: where each class of its changes begins.
+// By one thread a warp and class, once the mode is chosen: where those changes begin, and the
+// number of the first element. It may be below 0: numbers count modulo 2^16.
 WEIGHTSYNC_HD_INLINE void delta_begin_places(std::uint32_t warp, int c, DeltaBlockCounts* counts) {
+    const std::uint32_t* base = counts->base[warp];
+    counts->numbers[warp][c] = (c == 0 ? 0 : base[c - 1]) - (c == kDeltaThresholds ? 0 : base[c]);
     std::uint32_t& begin = counts->places[warp][c];
     if (counts->mode != DeltaMode::gaps) {
         begin += counts->classes[c].begin;

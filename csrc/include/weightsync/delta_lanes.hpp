@@ -449,12 +449,11 @@ WEIGHTSYNC_HD_INLINE std::uint32_t delta_step_code(std::uint32_t from, std::uint
 }
 
 // Turns staged change `i` of a warp into number, label and code; returns its term of the digest.
-// `starts` are those of the warp's rows, `base` what the warps before it counted.
+// `starts` are those of the warp's rows. The number is still without what the warps before counted.
 template <DeltaKind kind>
 WEIGHTSYNC_HD_INLINE std::uint64_t delta_turn(const DeltaStage& stage, const DeltaBlockPlace& block,
                                               const DeltaParameters& parameters,
-                                              const DeltaCuts& cuts, const DeltaRowStart* starts,
-                                              const std::uint32_t* base, std::uint32_t warp,
+                                              const DeltaRowStart* starts, std::uint32_t warp,
                                               std::uint32_t i) {
     using Element = DeltaElement<kind>;
     using Vector = DeltaVector<kind>;
@@ -476,8 +475,9 @@ WEIGHTSYNC_HD_INLINE std::uint64_t delta_turn(const DeltaStage& stage, const Del
     const auto rank = [&](int t) {
         if (t == 0) return position;
         if (t > parameters.num_thresholds) return 0u;
-        const std::uint32_t within = Vector::count_reached_before(lane, cuts.at[t - 1], place);
-        return base[t - 1] + start.reached[t - 1] + delta_field(before, t - 1) + within;
+        const std::uint32_t cut = Vector::cut(parameters, t - 1);
+        const std::uint32_t within = Vector::count_reached_before(lane, cut, place);
+        return start.reached[t - 1] + delta_field(before, t - 1) + within;
     };
     std::uint32_t down = 0;
     const std::uint32_t code = delta_step_code<kind>(from, to, parameters.typical[key], &down);

@@ -191,18 +191,21 @@ struct DeltaPlanes {
 };
 
 // Brings the changes that a warp staged to their places in coded order: by class, each behind those
-// of the warps before, or as they come if `is_gaps`. `begins` are the first places, by class.
+// of the warps before, or as they come if `is_gaps`. By class, `begins` are the first places and
+// `numbers` what the warps before add to numbers.
 template <typename Team>
 WEIGHTSYNC_HD_INLINE void delta_place(const Team& team, const DeltaStage& stage, std::uint32_t warp,
                                       std::uint32_t staged, bool is_gaps,
-                                      const std::uint32_t* begins) {
+                                      const std::uint32_t* begins, const std::uint32_t* numbers) {
     const std::uint32_t from = warp * stage.capacity;
     team.number(
         staged,
         [&](std::uint32_t i) { return is_gaps ? 0u : std::uint32_t{stage.label[from + i]} & 7u; },
         [&](std::uint32_t i, std::uint32_t c, std::uint32_t before) {
             const std::uint32_t to = begins[c] + before;
-            stage.listed[to] = is_gaps ? stage.position[from + i] : stage.number[from + i];
+            stage.listed[to] =
+                is_gaps ? stage.position[from + i]
+                        : static_cast<std::uint16_t>(stage.number[from + i] + numbers[c]);
             stage.low[to] = stage.high[from + i];
             stage.coded_label[to] = stage.label[from + i];
         });
