@@ -107,10 +107,10 @@ def decode_there(
     *,
     buffer: Bytes | None = None,
     num_threads: int = 1,
-    lane: int = 0,
+    decoder: SpanDecoder | None = None,
 ) -> DeviceDeltas:
-    """``digests`` are the block digests of the live tensors; ``buffer`` is as in :class:`CodedSpans`,
-    ``lane`` as in :class:`SpanDecoder`. Nothing is written.
+    """``digests`` are the block digests of the live tensors; ``buffer`` is as in :class:`CodedSpans`.
+    ``decoder`` is that of a caller who has more to decode; None: one is made. Nothing is written.
 
     Raises :class:`IntegrityError` naming a tensor that would not be what it must be: a record is
     damaged, or live weights are not its base.
@@ -126,12 +126,13 @@ def decode_there(
         np.concatenate([_NONE, *map(_digests_of, deltas, digests)]),
         buffer,
     )
-    decoder = SpanDecoder(device, lane)
+    used = SpanDecoder(device) if decoder is None else decoder
     try:
-        decoded = decoder.decode(coded, num_threads)
-        seconds = decoder.seconds
+        decoded = used.decode(coded, num_threads)
+        seconds = used.seconds
     finally:
-        decoder.close()
+        if decoder is None:
+            used.close()
     try:
         writes, new_digests = _settle(deltas, digests, coded, decoded, device)
         return DeviceDeltas(writes, new_digests, decoded, seconds)

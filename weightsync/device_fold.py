@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from weightsync.bucket import align
+from weightsync.codec.device_decode import SpanDecoder
 from weightsync.codec.spans import Digests
 from weightsync.device_delta import DeviceDeltas, LiveDelta, Records, decode_there
 from weightsync.device_patch import DecodedWrite, DevicePatch, DeviceWrite, Turn
@@ -70,14 +71,17 @@ def decode_in_turn(
     way says: a record is damaged, or live weights are not the base.
     """
     found = DecodedTurns()
+    decoder = SpanDecoder(device)
     try:
         for first, last in _groups(chains, copies_bytes):
             _decode_group(
-                found, chains[first:last], digests[first:last], device, num_threads, check
+                found, chains[first:last], digests[first:last], decoder, device, num_threads, check
             )
     except BaseException:
         found.close()
         raise
+    finally:
+        decoder.close()
     return found
 
 
@@ -98,6 +102,7 @@ def _decode_group(
     found: DecodedTurns,
     chains: Sequence[LiveChain],
     digests: Sequence[Digests],
+    decoder: SpanDecoder,
     device: str,
     num_threads: int,
     check: Callable[[], None],
@@ -116,7 +121,8 @@ def _decode_group(
             check()
             here = [i for i, chain in enumerate(chains) if turn < len(chain.steps)]
             deltas = [LiveDelta(chains[i].meta, ptrs[i], *chains[i].steps[turn]) for i in here]
-            decoded = decode_there(deltas, [now[i] for i in here], device, num_threads=num_threads)
+            olds = [now[i] for i in here]
+            decoded = decode_there(deltas, olds, device, num_threads=num_threads, decoder=decoder)
             writes: DeviceWrites = []
             for i, of_tensor, new in zip(here, decoded.writes, decoded.digests, strict=True):
                 now[i] = new

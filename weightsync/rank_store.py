@@ -7,6 +7,7 @@ Full versions land like any other update, in the staging copy or in the slots.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +33,7 @@ from weightsync.device_patch import DecodedWrite, DeviceWrite
 from weightsync.device_tables import CPU, KeptBuffer, synchronize
 from weightsync.digest import DigestPart, DigestTable
 from weightsync.errors import (
+    CapacityError,
     ConfigError,
     DTypeMismatchError,
     IntegrityError,
@@ -47,6 +49,8 @@ from weightsync.rank_session import Landing, OpenSession
 from weightsync.store.bulk import read_records
 from weightsync.store.chain import Chain, ChainTensor, open_chain
 from weightsync.types import SlotKind, TensorMeta
+
+_LOG = logging.getLogger(__name__)
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -219,9 +223,9 @@ class RankStore:
         writes: dict[int, Sequence[Any]] = dict(zip(here, decoded.writes, strict=True))
         if chained:
             chains = [(mine[i][0], ptrs[i][1], digests[i]) for i in chained]
-            self._decode_chains(fetched, chains, deadline)
+            if self._decode_chains(fetched, chains, deadline):
+                writes |= dict.fromkeys(chained, ())
             fetched.seconds["fetch_fold"] = time.perf_counter() - end_s
-            writes |= dict.fromkeys(chained, ())
         for i, (part, live, _) in enumerate(mine):
             if i not in writes:
                 deadline.check()
@@ -236,8 +240,9 @@ class RankStore:
         fetched: Fetched,
         chains: Sequence[tuple[ChainTensor, int, Digests]],
         deadline: Deadline,
-    ) -> None:
-        """Of tensors that several deltas change: what each delta writes."""
+    ) -> bool:
+        """Of tensors that several deltas change: what each delta writes. False if the device has no room
+        for it: the host folds them."""
         steps = [step for part, _, _ in chains for step in part.steps]
         _, records = read_records(steps, self._threads, check=deadline.check)
         found = iter(records)
@@ -245,16 +250,21 @@ class RankStore:
             LiveChain(part.meta, ptr, [(next(found), entry.digest) for _, _, entry in part.steps])
             for part, ptr, _ in chains
         ]
-        turns = decode_in_turn(
-            lives,
-            [digests for _, _, digests in chains],
-            self._device,
-            num_threads=self._threads,
-            check=deadline.check,
-        )
+        try:
+            turns = decode_in_turn(
+                lives,
+                [digests for _, _, digests in chains],
+                self._device,
+                num_threads=self._threads,
+                check=deadline.check,
+            )
+        except CapacityError as error:
+            _LOG.warning("several deltas are folded by the host, which takes longer: %s", error)
+            return False
         fetched.decoded.append(turns)
         fetched.later = turns.turns
         fetched.num_changed += sum(write.count for turn in turns.turns for write in turn)
+        return True
 
     def close(self) -> None:
         """Let go of memory that is kept from delta to delta; no job may be under way."""

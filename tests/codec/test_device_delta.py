@@ -12,13 +12,15 @@ import pytest
 from engine_adapter.fake import FakeEngine
 from tests.codec.device_cases import BLOCK, Held, stepped, weights
 from tests.codec.helpers import flat
+from weightsync import rank_store
 from weightsync.codec import Variant, block_digests, encode_tensor, tensor_digest
 from weightsync.codec.spans import Bytes, spans_of
 from weightsync.config import DecodePlace, decode_place
 from weightsync.device_delta import LiveDelta, LiveDigests, decode_there
+from weightsync.device_fold import DecodedTurns
 from weightsync.device_patch import DecodedWrite, DevicePatch, DeviceWrite
 from weightsync.device_tables import read_bytes
-from weightsync.errors import ConfigError, IntegrityError
+from weightsync.errors import CapacityError, ConfigError, IntegrityError
 from weightsync.rank_store import RankStore
 from weightsync.receiver import Receiver
 from weightsync.store import Publisher, Store
@@ -164,10 +166,21 @@ def test_live_weights_that_are_not_the_base_are_named(device: str) -> None:
     model.close()
 
 
+@pytest.mark.parametrize("has_room", [True, False])
 def test_an_engine_takes_deltas_that_are_decoded_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    has_room: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """On the CPU, by the twins of the launches, one delta and several at once."""
+    """On the CPU, by the twins of the launches, one delta and several at once, which the host folds
+    where there is no room for copies."""
+
+    def no_room(*rest: Any, **named: Any) -> DecodedTurns:
+        raise CapacityError("no room for copies")
+
+    if not has_room:
+        monkeypatch.setattr(rank_store, "decode_in_turn", no_room)
     original = RankStore.__init__
 
     def init(store: RankStore, *rest: Any) -> None:
@@ -194,6 +207,7 @@ def test_an_engine_takes_deltas_that_are_decoded_there(
             assert follower.pull().kinds == kinds
             for name, value in versions[number].items():
                 assert (engine.weights[name] == value).all()
+    assert ("folded by the host" in caplog.text) == (not has_room)
 
 
 def test_where_it_is_decoded_is_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 
 from weightsync.bucket import align
 from weightsync.codec import encode_span, tensor_digest
+from weightsync.codec.device_decode import SpanDecoder
 from weightsync.codec.device_encode import DeviceSpans, SpanEncoder
 from weightsync.codec.spans import Bytes, Digests, span_digests, spans_of
 from weightsync.device_delta import DeviceDeltas, LiveDelta, LiveDigests, decode_there
@@ -151,7 +152,7 @@ class Mirror:
         :class:`DevicePatch` raises. Done in short launches: whoever waits for the whole device
         meanwhile, as an engine does that pauses, waits for one of them.
         """
-        lane = LANES[Turn.EQUAL]
+        decoder = SpanDecoder(self.device, LANES[Turn.EQUAL])
         found: list[DeviceDeltas] = []
         try:
             for names in self._groups([name for name in self.metas if records[name]]):
@@ -166,7 +167,9 @@ class Mirror:
                 ]
                 olds = [former[name] for name in names]
                 found.append(
-                    decode_there(deltas, olds, self.device, num_threads=num_threads, lane=lane)
+                    decode_there(
+                        deltas, olds, self.device, num_threads=num_threads, decoder=decoder
+                    )
                 )
             for decoded in found:
                 writes = [write for of in decoded.writes for write in of]
@@ -174,6 +177,7 @@ class Mirror:
                 patch.put()
                 patch.close()
         finally:
+            decoder.close()
             for decoded in found:
                 decoded.close()
 
