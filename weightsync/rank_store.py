@@ -58,8 +58,9 @@ R = TypeVar("R")
 
 @dataclass(eq=False)
 class Fetched:
-    """What a session has taken from a store: ``digests`` are those of the boxes of this rank, by the
-    store's names; ``writes`` are of a delta, ``later`` what several deltas write behind them in turn."""
+    """What a session has taken from a store: ``digests`` (of full versions) are those of the boxes of
+    this rank, by the store's names; ``writes`` are of a delta, ``later`` what several deltas write behind
+    them in turn."""
 
     parts: dict[str, tuple[TensorMeta, tuple[tuple[int, int], ...]]]  # meta, slots of this rank
     digests: dict[str, int] = field(default_factory=dict)
@@ -138,12 +139,11 @@ class RankStore:
         key = tuple((tensor.meta, tensor.boxes) for tensor in chain.tensors())
         match = self._matches.get(key, lambda: self._match(chain))
         fetched = Fetched(match.parts)
-        mine: list[tuple[ChainTensor, LiveTensor, str]] = []
+        mine: list[tuple[ChainTensor, LiveTensor]] = []
         for tensor in chain.tensors():
             name = tensor.meta.name
             if name in match.parts:
-                found, fetched.digests[name] = _live_parts(tensor, match.lives[name])
-                mine += [(part, live, name) for part, live in found]
+                mine += _live_parts(tensor, match.lives[name])
         synchronize(self._device)
         fetched.seconds["fetch_open"] = opened_s - start_s
         fetched.seconds["fetch_match"] = time.perf_counter() - opened_s
@@ -155,12 +155,9 @@ class RankStore:
                 raise
             return fetched
 
-        def one(
-            item: tuple[ChainTensor, LiveTensor, str],
-        ) -> tuple[list[Write | DeviceWrite], int]:
+        def one(item: tuple[ChainTensor, LiveTensor]) -> tuple[list[Write | DeviceWrite], int]:
             deadline.check()
-            part, live, _ = item
-            return _writes(part, live)
+            return _writes(*item)
 
         for writes, num_bytes in self._on_each(mine, one):
             fetched.writes += writes
@@ -171,22 +168,22 @@ class RankStore:
     def _decode_there(
         self,
         fetched: Fetched,
-        mine: Sequence[tuple[ChainTensor, LiveTensor, str]],
+        mine: Sequence[tuple[ChainTensor, LiveTensor]],
         deadline: Deadline,
     ) -> None:
         """On a device: one launch digests everything that lives, one decodes the records of one delta,
         or of tensors that several deltas change those of each in turn."""
-        ptrs = [(part.meta, live.spots[0].ptr) for part, live, _ in mine]
+        ptrs = [(part.meta, live.spots[0].ptr) for part, live in mine]
         where = tuple((meta.name, ptr) for meta, ptr in ptrs)
         table = self._live_digests.get(where, lambda: LiveDigests(ptrs, self._device))
         here = [
             i
-            for i, ((part, _, _), (_, ptr)) in enumerate(zip(mine, ptrs, strict=True))
+            for i, ((part, _), (_, ptr)) in enumerate(zip(mine, ptrs, strict=True))
             if len(part.steps) <= 1 and ptr % DECODE_ALIGNMENT == 0
         ]
         chained = [
             i
-            for i, ((part, _, _), (_, ptr)) in enumerate(zip(mine, ptrs, strict=True))
+            for i, ((part, _), (_, ptr)) in enumerate(zip(mine, ptrs, strict=True))
             if len(part.steps) > 1 and ptr % DECODE_ALIGNMENT == 0
         ]
         start_s = time.perf_counter()
@@ -197,7 +194,7 @@ class RankStore:
             read_s = time.perf_counter()
             digests = live_digests.result()
         old = sum(int(one.sum(dtype=np.uint64)) for one in digests)
-        fetched.growth = (sum(part.digest or 0 for part, _, _ in mine) - old) % (1 << 64)
+        fetched.growth = (sum(part.digest or 0 for part, _ in mine) - old) % (1 << 64)
         deadline.check()
         found = iter(records)
         deltas = [
@@ -226,11 +223,11 @@ class RankStore:
             if self._decode_chains(fetched, chains, deadline):
                 writes |= dict.fromkeys(chained, ())
             fetched.seconds["fetch_fold"] = time.perf_counter() - end_s
-        for i, (part, live, _) in enumerate(mine):
+        for i, (part, live) in enumerate(mine):
             if i not in writes:
                 deadline.check()
                 writes[i], _ = _writes(part, live)
-        for i, (part, _, _) in enumerate(mine):
+        for i, (part, _) in enumerate(mine):
             fetched.writes += writes[i]
             fetched.num_payload_bytes += part.num_bytes
             fetched.num_changed += sum(write.count for write in writes[i])
@@ -389,17 +386,13 @@ class RankStore:
 
 def _live_parts(
     tensor: ChainTensor, lives: Sequence[LiveTensor | None]
-) -> tuple[list[tuple[ChainTensor, LiveTensor]], int]:
-    """What of a tensor is coded as one and where it lives, and what that will add up to in the tensor's
-    digest."""
-    shares = tensor.shares or (tensor.digest or 0,)
-    found = [
-        (part, live, share)
-        for (_, part), share, live in zip(tensor.parts(), shares, lives, strict=True)
+) -> list[tuple[ChainTensor, LiveTensor]]:
+    """What of a tensor is coded as one, with a digest of its own, and where it lives."""
+    return [
+        (part, live)
+        for (_, part), live in zip(tensor.parts(), lives, strict=True)
         if live is not None  # of other ranks, or nothing at all
     ]
-    total = sum(share for _, _, share in found)
-    return [(part, live) for part, live, _ in found], total % (1 << 64)
 
 
 def _what_is_coded(tensor: ChainTensor) -> str:
