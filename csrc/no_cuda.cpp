@@ -60,7 +60,7 @@ CudaPatchTable::CudaPatchTable(const PatchRow*, std::int64_t, int device) {
     fail("CudaPatchTable", device);
 }
 CudaPatchTable::~CudaPatchTable() = default;
-std::int64_t CudaPatchTable::run(std::uintptr_t, PatchWork) { return 0; }
+PatchFound CudaPatchTable::run(std::uintptr_t, const std::vector<PatchWork>&) { return {}; }
 void CudaPatchTable::close() {}
 
 struct CudaDeltaEncoder::State {};

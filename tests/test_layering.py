@@ -48,7 +48,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
         "weightsync.native_heads",
         "weightsync.native_cuda_core", "weightsync.native_experts", "weightsync.native_few_rows",
         "weightsync.device_tables", "weightsync.slot_pack", "weightsync.live_tensor",
-        "weightsync.device_patch", "weightsync.device_delta",
+        "weightsync.device_patch", "weightsync.device_delta", "weightsync.device_fold",
         "weightsync.codec", "weightsync.workloads",
         "weightsync.checkpoints", "weightsync.presets", "weightsync.model_shapes",
         "weightsync.kept", "weightsync.layouts",

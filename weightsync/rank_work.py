@@ -289,14 +289,14 @@ class RankWork:
         reach("engine.prepared")
 
     def _prepare_fetched(self, opened: OpenSession) -> None:
-        """Of a delta all digests were compared while it was decoded."""
+        """Of a delta all digests were compared while it was decoded, and what it writes is read back
+        element by element: nothing else of the live tensors is looked at under the pause."""
         if opened.delta is None:
             with opened.stats.timed("verify"):
                 landed = self._store.digest_table(opened.fetched, opened.staging.landing)
                 self._store.check(opened.fetched, landed, "what landed")
-        if opened.is_read_back and not opened.is_in_place:
-            touched = None if opened.delta is None else opened.fetched.touched
-            opened.fetched.read_back = self._store.live_table(opened.fetched, touched)
+            if opened.is_read_back and not opened.is_in_place:
+                opened.fetched.read_back = self._store.live_table(opened.fetched)
         self._adapter.prepare()
         self._hooks.on_prepare(opened.spec)
         reach("engine.prepared")
@@ -390,7 +390,7 @@ class RankWork:
         manifest.check(found, "live tensors after the update")
 
     def _read_back_fetched(self, opened: OpenSession) -> None:
-        """Of a delta what it touched: everything else was digested right before."""
+        """Digest the live tensors, where a table of them was made."""
         what, fetched = "live tensors after the update", opened.fetched
         if fetched.read_back is not None:
             self._store.check(fetched, fetched.read_back, what)

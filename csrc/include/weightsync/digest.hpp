@@ -31,7 +31,7 @@ inline constexpr std::uint64_t kDigestMix2 = 0x94D049BB133111EBu;
 
 // k_j for the word at global index `index`.
 WEIGHTSYNC_HD inline std::uint64_t digest_word_factor(std::uint64_t index) {
-    constexpr std::uint32_t k[kDigestBlockWords] = WEIGHTSYNC_DIGEST_K;
+    static constexpr std::uint32_t k[kDigestBlockWords] = WEIGHTSYNC_DIGEST_K;  // on no stack
     return k[index % kDigestBlockWords];
 }
 
