@@ -38,6 +38,7 @@ from weightsync.codec import (
     num_blocks,
     tensor_digest,
 )
+from weightsync.codec.packed import pack_records
 from weightsync.types import TensorMeta
 
 SIZES_AT = (1, 2, 10, 100, 1000)
@@ -53,6 +54,7 @@ class Ours(Candidate):
         self.name += ", base read back" if is_read_back else ""
         self._variant, self._is_read_back = variant, is_read_back
         self._kept: dict[int, npt.NDArray[np.uint64]] = {}
+        self.meta = TensorMeta("matrix", "bfloat16", (0,))  # of what was encoded last
         self.expected = 0
 
     def _meta(self, bits: Bits) -> TensorMeta:
@@ -71,8 +73,9 @@ class Ours(Candidate):
 
     def encode(self, old: Bits, new: Bits) -> Any:
         digests = next(iter(self._kept.values())).copy()
+        self.meta = self._meta(old)
         found = encode_tensor(
-            self._meta(old), old.view(np.uint8), new.view(np.uint8), digests, variant=self._variant
+            self.meta, old.view(np.uint8), new.view(np.uint8), digests, variant=self._variant
         )
         records = [(p, np.frombuffer(r, dtype=np.uint8)) for p, r in found]
         self.expected = tensor_digest(digests)
@@ -86,7 +89,10 @@ class Ours(Candidate):
         return old
 
     def size(self, payload: Any) -> int:
-        return sum(record.size for _, record in payload)
+        """As a store keeps them."""
+        records = [record.tobytes() for _, record in payload]
+        packed = pack_records(self.meta, self.expected, records)
+        return sum(map(len, records)) if packed is None else len(packed)
 
 
 def candidates() -> list[Candidate]:

@@ -56,7 +56,7 @@ class WrittenPart:
                 [
                     p.tensor.name, p.tensor.dtype, list(p.tensor.shape), list(p.box.start),
                     list(p.box.stop), f"{e.digest:016x}", f"{share:016x}", e.file, e.offset_bytes,
-                    e.num_bytes,
+                    e.num_bytes, e.unpacked_bytes,
                 ]
                 for p, e, share in self.pieces
             ],
@@ -68,11 +68,12 @@ class WrittenPart:
         try:
             files = tuple(FileEntry(str(n), int(b), str(h)) for n, b, h in value["files"])
             pieces = []
-            for name, dtype, shape, start, stop, digest, share, file, offset, size in value[
-                "pieces"
-            ]:
+            for name, dtype, shape, start, stop, digest, share, *where in value["pieces"]:
+                file, offset, size, unpacked = where
                 piece = Piece(TensorMeta(name, dtype, tuple(shape)), Box(tuple(start), tuple(stop)))
-                entry = TensorEntry(piece.meta, int(digest, 16), file, offset, size)
+                entry = TensorEntry(
+                    piece.meta, int(digest, 16), file, offset, size, unpacked_bytes=unpacked
+                )
                 pieces.append((piece, entry, int(share, 16)))
             return cls(files, tuple(pieces), int(value["num_changed"]))
         except (KeyError, TypeError, ValueError, LayoutError) as error:
