@@ -125,7 +125,7 @@ def commit(store: Store, manifest: VersionManifest) -> None:
 
 def write_full(
     folder: AnyPath,
-    weights: Sequence[Joined],
+    weights: Sequence[Joined[Any]],
     file_bytes: int,
     extra: Mapping[str, bytes],
     num_threads: int = 1,
@@ -141,7 +141,7 @@ def write_full(
         if device != CPU and not hasattr(local, "buffer"):
             local.buffer = HostBuffer(CHUNK_BYTES, device)
         buffer = local.buffer.data if device != CPU else None
-        chunks = _shard_chunks([data_of[meta] for meta in metas], buffer)
+        chunks = shard_chunks([data_of[meta] for meta in metas], buffer)
         entry = FileEntry(name, *write_durable(folder / name, chunks))
         reach("store.payload")
         return entry
@@ -196,7 +196,10 @@ def header_of(metas: Sequence[TensorMeta]) -> bytes:
     return data
 
 
-def _shard_chunks(shard: list[Joined], buffer: Bytes | None) -> Iterator[bytes | memoryview]:
+def shard_chunks(
+    shard: Sequence[Joined[Any]], buffer: Bytes | None = None
+) -> Iterator[bytes | memoryview]:
+    """A safetensors file of these tensors, in turn; ``buffer`` as in :meth:`Joined.chunks`."""
     yield header_of([weight.meta for weight in shard])
     for weight in shard:
         yield from weight.chunks(buffer)
