@@ -10,6 +10,7 @@
 #include "weightsync/delta_patch.hpp"
 #include "weightsync/device.hpp"
 #include "weightsync/expert_rows.hpp"
+#include "weightsync/few_rows.hpp"
 #include "weightsync/peer_sum.hpp"
 
 namespace weightsync {
@@ -143,6 +144,10 @@ void cuda_add_norm_rows(const AddedRows&, std::uintptr_t, int device) {
 }
 void cuda_gate_rows(const GatedRows&, std::uintptr_t, int device) {
     fail("cuda_gate_rows", device);
+}
+bool cuda_takes_few_rows(const FewRowsProduct&, int) { return false; }
+void cuda_few_rows_product(const FewRowsProduct&, std::uintptr_t, int device) {
+    fail("cuda_few_rows_product", device);
 }
 void cuda_grouped_product(const GroupedProduct&, std::uintptr_t, int device) {
     fail("cuda_grouped_product", device);

@@ -46,7 +46,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
         "weightsync.native_cuda", "weightsync.native_linear", "weightsync.native_sampling",
         "weightsync.native_gate", "weightsync.native_norm", "weightsync.native_delta",
         "weightsync.native_heads",
-        "weightsync.native_cuda_core", "weightsync.native_experts",
+        "weightsync.native_cuda_core", "weightsync.native_experts", "weightsync.native_few_rows",
         "weightsync.device_tables", "weightsync.slot_pack", "weightsync.live_tensor",
         "weightsync.device_patch", "weightsync.device_delta",
         "weightsync.codec", "weightsync.workloads",

@@ -339,6 +339,19 @@ def cuda_gate_rows(
     dtype: int, sizes: Sequence[int], pointers: Sequence[int], stream: int, device: int
 ) -> None: ...
 
+MOST_FEW_ROWS: int
+
+def cuda_few_rows_product(
+    is_gated: bool, sizes: Sequence[int], pointers: Sequence[int], stream: int, device: int
+) -> None: ...
+def cuda_takes_few_rows(is_gated: bool, sizes: Sequence[int], device: int) -> bool: ...
+def few_rows_shape(
+    is_gated: bool,
+    sizes: Sequence[int],
+    num_multiprocessors: int,
+    most_shared_bytes: int,
+) -> tuple[int, int, int, int]: ...
+
 MAX_EXPERTS: int
 MAX_PICKS: int
 NUM_TILE_SHAPES: int

@@ -84,6 +84,18 @@ def expert_products() -> ExpertProducts:
     return _chosen("WEIGHTSYNC_EXPERTS", ExpertProducts.OWN)
 
 
+class SmallProducts(Enum):
+    """Who multiplies few rows of states with a weight on a GPU."""
+
+    OWN = "own"  # our kernel, where it has the libraries' bits
+    TORCH = "torch"
+
+
+def small_products() -> SmallProducts:
+    """``$WEIGHTSYNC_SMALL_PRODUCTS``: ``own`` (default) or ``torch``."""
+    return _chosen("WEIGHTSYNC_SMALL_PRODUCTS", SmallProducts.OWN)
+
+
 def _chosen(variable: str, default: _Choice) -> _Choice:
     """A member of the default's kind by its value. Raises :class:`ConfigError` for what is none."""
     kind = type(default)

@@ -35,6 +35,7 @@ void bind_cuda(pybind11::module_& module);
 void bind_cuda_memory(pybind11::module_& module);
 void bind_cuda_core(pybind11::module_& module);
 void bind_experts(pybind11::module_& module);
+void bind_few_rows(pybind11::module_& module);
 
 // Sizes and addresses of what is called once a layer travel as tuples in the order of the structs,
 // which costs little; one module of the package is the only caller.

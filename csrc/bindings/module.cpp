@@ -32,4 +32,5 @@ PYBIND11_MODULE(_native, module) {
     weightsync::bindings::bind_cuda_memory(module);
     weightsync::bindings::bind_cuda_core(module);
     weightsync::bindings::bind_experts(module);
+    weightsync::bindings::bind_few_rows(module);
 }

@@ -56,9 +56,9 @@ struct SplitLoader {
         if (index < total) {
             const std::int32_t own = in_page < 0 ? -1 : page * page_size + in_page;
             const auto kv_head = static_cast<std::int32_t>(index % step.num_kv_heads);
-            load_tokens<kDim, 32>(step, kv_head, stage, threadIdx.x % 32, [&](int, int token) {
-                return __shfl_sync(0xFFFFFFFFu, own, token);
-            });
+            load_tokens<kDim, 32, true>(
+                step, kv_head, stage, threadIdx.x % 32,
+                [&](int, int token) { return __shfl_sync(0xFFFFFFFFu, own, token); });
             ++tile;
             if (tile * kTokenTile < item.count) {
                 find_page(step);
@@ -154,6 +154,7 @@ __global__ __launch_bounds__(kThreads, 8) void combine_kernel(AttentionStep step
                                                               AttentionWork work,
                                                               float scale_log2) {
     constexpr int kAhead = 8;
+    let_next_begin();
     wait_for_previous();
     const auto sequence = static_cast<std::int32_t>(blockIdx.x);
     const std::int32_t first = work.first_split[sequence];

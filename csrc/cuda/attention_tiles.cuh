@@ -113,8 +113,9 @@ struct TileLoader {
     __device__ void load(const AttentionStep& step, std::int32_t kv_head, int tile,
                          std::uint32_t ring) {
         if (threadIdx.x >= kLoaders) return;
-        load_tokens<kDim, kLoaders>(step, kv_head, ring + tile % kTileStages * kTileBytes<kDim>,
-                                    threadIdx.x, [&](int i, int) { return slots[i]; });
+        load_tokens<kDim, kLoaders, false>(step, kv_head,
+                                           ring + tile % kTileStages * kTileBytes<kDim>,
+                                           threadIdx.x, [&](int i, int) { return slots[i]; });
         find(tile + 1);
     }
 };

@@ -20,6 +20,14 @@ inline __device__ void copy_async(std::uint32_t target, const void* source, bool
                  "r"(is_there ? 16 : 0)
                  : "memory");
 }
+// The same of what nobody reads again: it makes way in the cache for what is.
+inline __device__ void copy_async_once(std::uint32_t target, const void* source, bool is_there) {
+    std::uint64_t policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(target),
+                 "l"(source), "r"(is_there ? 16 : 0), "l"(policy)
+                 : "memory");
+}
 inline __device__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int kPending>
 inline __device__ void wait_copies() {
@@ -308,7 +316,7 @@ inline constexpr int kTileBytes = 2 * kTokenTile * kDim * 2;
 
 // Copies K and V of kTokenTile tokens of one KV head into a stage, by kLoaders threads of which
 // this is number `loader`; `slot_at(i)` is the slot of the stage's token i, negative for none.
-template <int kDim, int kLoaders, typename SlotAt>
+template <int kDim, int kLoaders, bool kIsReadOnce, typename SlotAt>
 inline __device__ void load_tokens(const AttentionStep& step, std::int32_t kv_head,
                                    std::uint32_t stage, int loader, SlotAt&& slot_at) {
     constexpr int kPieces = kDim / 8;
@@ -325,8 +333,14 @@ inline __device__ void load_tokens(const AttentionStep& step, std::int32_t kv_he
         const std::int32_t slot = slot_at(i, token);
         const std::int64_t place = slot < 0 ? 0 : slot * slot_elements;
         const std::uint32_t target = stage + swizzled<kPieces>(token, piece) * 16;
-        copy_async(target, keys + place, slot >= 0);
-        copy_async(target + kTileBytes<kDim> / 2, values + place, slot >= 0);
+        const std::uint32_t of_values = target + kTileBytes<kDim> / 2;
+        if constexpr (kIsReadOnce) {
+            copy_async_once(target, keys + place, slot >= 0);
+            copy_async_once(of_values, values + place, slot >= 0);
+        } else {
+            copy_async(target, keys + place, slot >= 0);
+            copy_async(of_values, values + place, slot >= 0);
+        }
     }
 }
 

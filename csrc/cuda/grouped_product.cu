@@ -5,6 +5,7 @@
 #include <stdexcept>
 
 #include "attention_warp.cuh"
+#include "gated.cuh"
 #include "memory.cuh"
 #include "weightsync/gate.hpp"
 #include "weightsync/grouped_product.hpp"
@@ -194,17 +195,6 @@ __device__ std::uint32_t transposed(std::uint32_t value) {
     std::uint32_t found;
     asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(found) : "r"(value));
     return found;
-}
-
-__device__ float low_of(std::uint32_t both) { return __uint_as_float(both << 16); }
-__device__ float high_of(std::uint32_t both) { return __uint_as_float(both & 0xFFFF0000u); }
-
-// Two elements, rounded at each step as the gate kernel does.
-__device__ std::uint32_t gated(float gate0, float gate1, float up0, float up1) {
-    const std::uint32_t gates = TensorBf16::pack(gate0, gate1);
-    const std::uint32_t ups = TensorBf16::pack(up0, up1);
-    const std::uint32_t weighed = TensorBf16::pack(silu(low_of(gates)), silu(high_of(gates)));
-    return TensorBf16::pack(low_of(weighed) * low_of(ups), high_of(weighed) * high_of(ups));
 }
 
 // A warp's part of a tile. Lane l has, of every sixteen weights by eight rows, weights l / 4 and

@@ -4,13 +4,14 @@ Libraries choose kernels by the number of rows, and some split the inner dimensi
 that a row's bits depend on its company. Without a workspace cuBLASLt cannot split; that is asked for
 through the environment before cuBLAS starts. For which numbers of rows it holds is tried at start-up,
 on the model's shapes, this device and these libraries. Other numbers are brought into that range:
-fewer rows by padding, more by several calls.
+fewer rows by padding, more by several calls. Few rows are multiplied by our own kernel where it was
+seen to have the libraries' bits.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -18,7 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weightsync.config import set_default_env
+from engine_adapter.core.few_rows import multiply_few, takes
+from weightsync.config import SmallProducts, set_default_env, small_products
+from weightsync.native_few_rows import MOST_FEW_ROWS
 
 #: To be set before the process first uses cuBLAS.
 ENVIRONMENT: Final = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
@@ -42,8 +45,17 @@ class RowRange:
     most: int
 
 
-#: Verdicts of this process: (out, in, dtype, device's name) -> where rows are their own.
-_proven: dict[tuple[int, int, torch.dtype, str], RowRange] = {}
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What was found of a shape: where rows of the libraries' products are their own, and whether our
+    kernel for few rows has their bits."""
+
+    rows: RowRange
+    has_few: bool
+
+
+#: Verdicts of this process, by (out, in, dtype, device's name).
+_proven: dict[tuple[int, int, torch.dtype, str], Verdict] = {}
 
 
 def prepare_cublas() -> None:
@@ -67,17 +79,35 @@ class CudaProduct:
     def __init__(self) -> None:
         prepare_cublas()
         self._ranges: dict[tuple[int, ...], RowRange] = {}
+        self._few: set[tuple[int, ...]] = set()
 
     def __call__(self, states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if bias is None and self._is_few(states, weight, is_gated=False):
+            return multiply_few(states, weight)
         proven = self._ranges.get(tuple(weight.shape))
         if proven is None or proven.least <= states.shape[0] <= proven.most:
             return F.linear(states, weight, bias)
         return product_within(proven, states, weight, bias)
 
+    def gated(self, states: Tensor, gate_up: Tensor, gate: Callable[[Tensor], Tensor]) -> Tensor:
+        """``gate`` of the product, in one call where that has the same bits; ``gate`` is the CUDA
+        kernel's."""
+        if self._is_few(states, gate_up, is_gated=True):
+            return multiply_few(states, gate_up, is_gated=True)
+        return gate(self(states, gate_up))
+
+    def _is_few(self, states: Tensor, weight: Tensor, *, is_gated: bool) -> bool:
+        return (
+            states.shape[0] <= MOST_FEW_ROWS
+            and tuple(weight.shape) in self._few
+            and takes(states, weight, is_gated=is_gated)
+        )
+
     @property
     def least_rows(self) -> int:
         """The fewest rows that no shape has to pad."""
-        return max((proven.least for proven in self._ranges.values()), default=1)
+        padded = (r.least for shape, r in self._ranges.items() if shape not in self._few)
+        return max(padded, default=1)
 
     def prove(
         self, shapes: Iterable[tuple[int, int]], dtype: torch.dtype, device: torch.device
@@ -86,15 +116,21 @@ class CudaProduct:
         for shape in sorted(set(shapes)):
             key = (*shape, dtype, torch.cuda.get_device_name(device))
             if key not in _proven:
-                _proven[key] = find_range(shape, dtype, device)
-            self._ranges[shape] = _proven[key]
+                _proven[key] = prove_shape(shape, dtype, device)
+            self._ranges[shape] = _proven[key].rows
+            if _proven[key].has_few and small_products() is SmallProducts.OWN:
+                self._few.add(shape)
         torch.cuda.empty_cache()
         self._warn(dtype)
         return dict(self._ranges)
 
     def _warn(self, dtype: torch.dtype) -> None:
         """Of shapes that pad, or split calls of a decode step."""
-        slow = {s: r for s, r in self._ranges.items() if r.least > 1 or r.most < tried_rows(s[0])}
+        slow = {
+            s: r
+            for s, r in self._ranges.items()
+            if (r.least > 1 and s not in self._few) or r.most < tried_rows(s[0])
+        }
         if not slow:
             return
         named = ", ".join(f"{list(s)} ({r.least} to {r.most} rows)" for s, r in slow.items())
@@ -128,18 +164,24 @@ def tried_rows(out: int) -> int:
     return [count for count in _ROW_COUNTS if count <= most][-1]
 
 
-def find_range(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> RowRange:
-    """Where rows of ``F.linear`` have the bits that they have in calls of :data:`ANCHOR_ROWS`, wherever
-    they stand."""
+def prove_shape(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Verdict:
+    """Try a weight of a shape [out, in]: where rows of ``F.linear`` have the bits that they have in calls
+    of :data:`ANCHOR_ROWS`, wherever they stand, and whether our kernel gives few rows the same."""
     counts = [count for count in _ROW_COUNTS if count <= tried_rows(shape[0])]
     states, weight = cancelling_operands(counts[-1], shape, dtype, device)
     expected = torch.cat([F.linear(part, weight) for part in torch.split(states, ANCHOR_ROWS)])
+
+    def agrees(product: Callable[[Tensor, Tensor], Tensor], count: int, first: int) -> Tensor:
+        found = product(states[first : first + count], weight)
+        return (found == expected[first : first + count]).all()
+
     verdicts = []
     for index, count in enumerate(counts):
-        first = index * 37 % (len(states) - count + 1)
-        found = F.linear(states[first : first + count], weight)
-        verdicts.append((found == expected[first : first + count]).all())
-    return _range_around_anchor(counts, torch.stack(verdicts).tolist())
+        verdicts.append(agrees(F.linear, count, index * 37 % (len(states) - count + 1)))
+    few = [count for count in range(1, MOST_FEW_ROWS + 1) if takes(states[:count], weight)]
+    own = [agrees(multiply_few, count, count * 3) for count in few]
+    has_few = bool(own) and bool(torch.stack(own).all())
+    return Verdict(_range_around_anchor(counts, torch.stack(verdicts).tolist()), has_few)
 
 
 def cancelling_operands(

@@ -11,6 +11,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from engine_adapter.core.cuda_products import CudaProduct
+from engine_adapter.core.cuda_rows import cuda_gated
 from engine_adapter.core.gate import Gate, gated
 from engine_adapter.core.parallel import Group
 from engine_adapter.core.products import Product
@@ -23,6 +25,12 @@ class Compute:
     product: Product
     group: Group
     gate: Gate = gated
+
+    def gate_up(self, states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The gate of a product with gate before up: [R, in] -> [R, out / 2]."""
+        if bias is None and isinstance(self.product, CudaProduct) and self.gate is cuda_gated:
+            return self.product.gated(states, weight, self.gate)
+        return self.gate(self.product(states, weight, bias))
 
     def row_parallel(self, states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """A product whose input columns are split over the group; the bias is added once."""
@@ -51,7 +59,7 @@ class DenseMlp:
     compute: Compute
 
     def forward(self, states: Tensor) -> Tensor:
-        inner = self.compute.gate(self.compute.product(states, self.gate_up, self.gate_up_bias))
+        inner = self.compute.gate_up(states, self.gate_up, self.gate_up_bias)
         return self.compute.row_parallel(inner, self.down, self.down_bias)
 
 

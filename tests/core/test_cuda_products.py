@@ -14,8 +14,8 @@ from engine_adapter.core.cuda_products import (
     ANCHOR_ROWS,
     RowRange,
     cancelling_operands,
-    find_range,
     product_within,
+    prove_shape,
     tried_rows,
 )
 from engine_adapter.core.grouped_products import OWN_PRODUCTS, grouped_rows_are_their_own
@@ -78,7 +78,30 @@ def test_the_range_is_around_the_anchor(
     monkeypatch.setattr(
         cuda_products, "_ROW_COUNTS", (1, 2, 3, 4, 16, 17, 64, 100, 513, 640, 1000, 2048)
     )
-    assert find_range((5, 256), torch.bfloat16, CPU) == RowRange(*expected)
+    verdict = prove_shape((5, 256), torch.bfloat16, CPU)
+    assert verdict.rows == RowRange(*expected)
+    assert not verdict.has_few  # our kernel is a GPU's
+
+
+@pytest.mark.parametrize(("bad", "has_few"), [(None, True), (1, False), (3, False), (4, False)])
+def test_our_kernel_is_used_where_it_has_the_bits_of_the_libraries(
+    bad: int | None, has_few: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It sums ``bad`` rows in another order."""
+
+    def few(states: Tensor, weight: Tensor) -> Tensor:
+        if len(states) == bad:
+            return (states.flip(1).float() @ weight.flip(1).float().T).bfloat16()
+        return F.linear(states, weight)
+
+    def by_row(states: Tensor, weight: Tensor) -> Tensor:
+        return torch.cat([(r.float() @ weight.float().T).bfloat16() for r in states.split(1)])
+
+    monkeypatch.setattr(F, "linear", by_row)
+    monkeypatch.setattr(cuda_products, "takes", lambda *_, **__: True)
+    monkeypatch.setattr(cuda_products, "multiply_few", few)
+    monkeypatch.setattr(cuda_products, "_ROW_COUNTS", (1, 2, 64, 100))
+    assert prove_shape((5, 256), torch.bfloat16, CPU).has_few is has_few
 
 
 @pytest.mark.parametrize("bad", [(), (1, 1), (100, 128), (2048, 2048)])
