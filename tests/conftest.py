@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import uuid
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
@@ -44,3 +46,38 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+# --- object storage: a real S3-compatible server of this machine, and fsspec's own memory ----------------
+
+
+@pytest.fixture(scope="module")
+def object_server() -> Iterator[str]:
+    """The address of a local server that speaks S3."""
+    pytest.importorskip("s3fs")
+    moto = pytest.importorskip("moto.server")
+    found = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    found.start()
+    host, port = found.get_host_and_port()
+    yield f"http://{host}:{port}"
+    found.stop()
+
+
+@pytest.fixture(params=["s3", "memory"])
+def object_url(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """An empty place of its own."""
+    fsspec = pytest.importorskip("fsspec")
+    if request.param == "memory":
+        return f"memory://{uuid.uuid4().hex}/weights"
+    for name, value in {
+        "AWS_ENDPOINT_URL": request.getfixturevalue("object_server"),
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    bucket = f"bucket-{uuid.uuid4().hex}"
+    system = fsspec.filesystem("s3", skip_instance_cache=True)
+    system.clear_instance_cache()
+    fsspec.filesystem("s3").mkdir(bucket)
+    return f"s3://{bucket}/weights"

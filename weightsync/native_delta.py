@@ -7,7 +7,7 @@ lock and runs on the calling thread.
 from __future__ import annotations
 
 from enum import Enum
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from weightsync import native
 from weightsync.errors import IntegrityError
@@ -53,6 +53,20 @@ class Place(NamedTuple):
     @property
     def num_blocks(self) -> int:
         return -(-self.num_elements // BLOCK_ELEMENTS)
+
+
+class TensorForm(NamedTuple):
+    """What packed records do not say of their tensor; ``num_elements`` counts elements of ``kind``,
+    ``digest`` is that of the new ones."""
+
+    kind: Kind
+    word_bytes: int
+    num_elements: int
+    digest: int
+
+    @property
+    def columns(self) -> tuple[int, int, int, int]:
+        return (self.kind.code, *self[1:])
 
 
 def record_capacity(place: Place) -> int:
@@ -107,6 +121,22 @@ def block_digests(place: Place, data_ptr: int, digests_ptr: int) -> None:
 def checksum(record_ptr: int, num_bytes: int) -> int:
     """The checksum over a record with its sections, the field of it apart."""
     return native.extension.delta_checksum(record_ptr, num_bytes)
+
+
+def pack(form: TensorForm, records: bytes) -> bytes:
+    """All records of a tensor, packed; empty if that takes no less, or they would not come back."""
+    return native.extension.delta_pack(form.columns, records)
+
+
+def unpack(form: TensorForm, packed: Any, records: Any) -> None:
+    """The inverse. Both are dense uint8; ``records`` is written to, and exactly their size.
+
+    Raises :class:`IntegrityError` for what cannot be packed records of this tensor.
+    """
+    try:
+        native.extension.delta_unpack(form.columns, packed, records)
+    except native.extension.DeltaError as error:
+        raise IntegrityError(str(error)) from error
 
 
 def scatter(

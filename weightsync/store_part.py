@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from enum import Enum
 from typing import Any, Final
 
 from weightsync import config
@@ -12,7 +12,8 @@ from weightsync.layout import Layout
 from weightsync.placed_weights import placed_weights
 from weightsync.store import Store
 from weightsync.store.cutting import Cutter
-from weightsync.store.object_path import ObjectPath
+from weightsync.store.lending import FileShare
+from weightsync.store.object_path import AnyPath, ObjectPath
 from weightsync.store.pieces import Piece
 from weightsync.store.snapshot import Encoded
 from weightsync.store.together import (
@@ -22,11 +23,17 @@ from weightsync.store.together import (
 from weightsync.store.version import Identity
 from weightsync.store_options import StoreOptions
 from weightsync.tensors import LocalTensors
-from weightsync.types import Box, TensorMeta
 
 CONNECT_S: Final = 120.0
 #: What rank 0 may take beyond the limit that it keeps itself.
 GRACE_S: Final = 30.0
+
+
+class Which(Enum):
+    """Which version a rank writes."""
+
+    ENCODED = "write"  # the one under way
+    LAST = "anchor"  # the one that is visible, once more in full
 
 
 class StorePart:
@@ -56,18 +63,29 @@ class StorePart:
         self.encoded = encode(version, weights)
         return self.encoded.num_bytes, sum(w.meta.num_bytes for w in weights.values())
 
-    def write(self, version: int, folder: Path) -> WrittenPart:
-        """Of the version that was encoded."""
+    def lend(self, version: int, folder: ObjectPath, share: FileShare, which: Which) -> None:
+        """What other ranks need of this one for their files."""
         with self.publisher.snapshot_lock:
-            return self.publisher.write(self._the(version), folder, self.rank)
+            self.publisher.lend(self._found(version, which), folder, self.rank, share)
 
-    def write_again(self, version: int, folder: Path) -> WrittenPart:
-        """Of the last version, in full."""
+    def write(
+        self,
+        version: int,
+        folder: AnyPath,
+        share: FileShare | None = None,
+        which: Which = Which.ENCODED,
+    ) -> WrittenPart:
+        """Of one version; ``share`` says which files of a full one in object storage are this rank's."""
         with self.publisher.snapshot_lock:
-            whole = self.publisher.whole()
-            if whole.version != version:
-                raise SessionError(f"rank {self.rank} is at version {whole.version}, not {version}")
-            return self.publisher.write(whole, folder, self.rank)
+            return self.publisher.write(self._found(version, which), folder, self.rank, share)
+
+    def _found(self, version: int, which: Which) -> Encoded:
+        if which is Which.ENCODED:
+            return self._the(version)
+        whole = self.publisher.whole()
+        if whole.version != version:
+            raise SessionError(f"rank {self.rank} is at version {whole.version}, not {version}")
+        return whole
 
     def advance(self, version: int, target: Identity) -> None:
         """It is visible."""
@@ -81,14 +99,6 @@ class StorePart:
         return self.encoded
 
 
-def check_place(directory: str) -> None:
-    if isinstance(Store(directory, "x").directory, ObjectPath):
-        raise ConfigError(
-            f"{directory}: several ranks write parts of one file, which object storage cannot; gather on "
-            "rank 0 and publish from there, or give a directory of a shared file system"
-        )
-
-
 def shown(directory: str) -> str:
     return str(Store(directory, "x").directory)
 
@@ -97,13 +107,3 @@ def only_part(parts: Sequence[LocalTensors]) -> LocalTensors:
     if len(parts) > 1:
         raise ConfigError("several ranks publish a module, a mapping or a list, in one part")
     return parts[0] if parts else LocalTensors(Layout(1, (), ((),)), {}, ())
-
-
-def piece_to_json(piece: Piece) -> list[Any]:
-    tensor, box = piece.tensor, piece.box
-    return [tensor.name, tensor.dtype, list(tensor.shape), list(box.start), list(box.stop)]
-
-
-def piece_from_json(value: Any) -> Piece:
-    name, dtype, shape, start, stop = value
-    return Piece(TensorMeta(name, dtype, tuple(shape)), Box(tuple(start), tuple(stop)))

@@ -7,17 +7,18 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
 from weightsync import config
 from weightsync.collector import Collector
 from weightsync.deadline import Deadline
-from weightsync.errors import ProtocolError, SessionError
+from weightsync.errors import DeadlineError, ProtocolError, SessionError
 from weightsync.naming import Rule
 from weightsync.ranks import Meeting, RankPipe, answer_to, join
 from weightsync.store import Store
+from weightsync.store.lending import FileShare, piece_from_json
 from weightsync.store.together import PartPublisher
 from weightsync.store.version import Identity, plain_name
 from weightsync.store_options import PublishReport, StoreOptions, publisher_options
@@ -25,9 +26,8 @@ from weightsync.store_part import (
     CONNECT_S,
     GRACE_S,
     StorePart,
-    check_place,
+    Which,
     only_part,
-    piece_from_json,
     shown,
 )
 from weightsync.store_sender import BUCKET_BYTES
@@ -46,7 +46,6 @@ class FollowerStoreSender:
         rules: Sequence[Rule] | None,
         meeting: Meeting,
     ) -> None:
-        check_place(directory)
         limit = Deadline(CONNECT_S, peer="trainer rank 0", stage="connect")
         channel, welcome = join(meeting, {"engines": [shown(directory)]}, limit)
         self.run_id, self.options, self.rank = str(welcome.get("run_id")), options, meeting.rank
@@ -65,6 +64,7 @@ class FollowerStoreSender:
         self.number = 0
         self._left: tuple[int, str] | None = None
         self._lost: str | None = None
+        self._advanced: Future[None] | None = None
         self._pipe = RankPipe(channel, self._on_frame, self._on_lost)
 
     def update_weights(self, source: Any, *, version: int) -> PublishReport:
@@ -137,7 +137,7 @@ class FollowerStoreSender:
 
     def _on_frame(self, message: dict[str, Any]) -> None:
         match message.get("kind"):
-            case "call" if message["what"].get("do") in ("write", "advance", "anchor"):
+            case "call" if message["what"].get("do") in ("lend", "write", "anchor"):
                 self._worker.submit(self._answer, message, self._do)
             case "call":
                 with self._changed:
@@ -153,6 +153,10 @@ class FollowerStoreSender:
                     self._ended[int(message["number"])] = message
                     while len(self._ended) > 8:
                         del self._ended[next(iter(self._ended))]
+                    if message["is_visible"]:
+                        self._advanced = self._worker.submit(
+                            self._advance, int(message["version"]), str(message["said"]["root"])
+                        )
                     self._changed.notify_all()
                 self._asked.put(message)
             case kind:
@@ -173,12 +177,21 @@ class FollowerStoreSender:
 
     def _do(self, what: Mapping[str, Any]) -> Mapping[str, Any]:
         version = int(what["version"])
-        if what["do"] == "advance":
-            self._part.advance(version, Identity(version, str(what["root"])))
+        folder = self.store.path / plain_name(what["folder"])
+        found = what.get("share")
+        share = None if found is None else FileShare.from_json(found)
+        if what["do"] == "lend" and share is not None:
+            self._part.lend(version, folder, share, Which(what["of"]))
             return {}
-        folder = Path(str(self.store.path)) / plain_name(what["folder"])
-        write = self._part.write if what["do"] == "write" else self._part.write_again
-        return {"part": write(version, folder).to_json()}
+        return {"part": self._part.write(version, folder, share, Which(what["do"])).to_json()}
+
+    def _advance(self, version: int, root: str) -> None:
+        """The version is visible whatever happens here; a rank that cannot follow makes the next one
+        full."""
+        try:
+            self._part.advance(version, Identity(version, root))
+        except Exception as error:  # too little memory, too
+            _LOG.warning("after version %d, which is visible: %s", version, error)
 
     # --- for updates ----------------------------------------------------------------------------------
 
@@ -213,6 +226,7 @@ class FollowerStoreSender:
             )
         match what["do"]:
             case "have":
+                self._wait_until_advanced()
                 layout = tensors.layout
                 digest = layout.digest if layout.tensors else ""
                 return {"digest": digest, "base": self._part.base}
@@ -224,6 +238,18 @@ class FollowerStoreSender:
                 return {"num_bytes": found[0], "total": found[1]}
             case do:
                 raise ProtocolError(f"trainer rank 0 asks for {do!r}")
+
+    def _wait_until_advanced(self) -> None:
+        """Until this rank's copy is the version that became visible last."""
+        limit_s = self.options.commit_timeout_s
+        with self._changed:
+            advanced = self._advanced
+        if advanced is None:
+            return
+        try:
+            advanced.result(timeout=limit_s)
+        except FutureTimeout:
+            raise DeadlineError(str(self.store.path), "advance", limit_s, limit_s) from None
 
     def leave(self, version: int, number: int, why: str) -> None:
         """This rank will not send the version: rank 0 is told so when it asks."""

@@ -3,8 +3,8 @@
 Rank 0 leads, through the machinery of :mod:`weightsync.crew`. Within ``send`` every rank says what it holds,
 is told which pieces it owns, and codes them, all at once; a version is full if any of them has no base, or
 if all deltas together would not pay. Behind the next training step every rank writes its files, rank 0
-the manifest when all have answered, and only then the snapshots advance. Whoever fails or is lost before
-that makes the version not be, and every rank is told so.
+the manifest when all have answered; every rank is told, and its snapshot advances. Whoever fails or is lost
+before that makes the version not be, and every rank is told so.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
-from pathlib import Path
 from typing import Any
 
+from weightsync.checkpoints import INDEX_FILE
 from weightsync.crew import Crew
 from weightsync.deadline import Deadline
 from weightsync.errors import SessionError
@@ -24,7 +24,11 @@ from weightsync.naming import Rule
 from weightsync.ranks import Meeting, answers_of
 from weightsync.store import VersionKind, VersionManifest
 from weightsync.store.cutting import owned
-from weightsync.store.payload import commit, payload_folder
+from weightsync.store.durable import write_durable
+from weightsync.store.lending import FileShare, lent_path, piece_to_json, share_files
+from weightsync.store.object_path import AnyPath, ObjectPath
+from weightsync.store.payload import commit, index_of, payload_folder, shards_of
+from weightsync.store.pieces import Piece
 from weightsync.store.snapshot import Encoded
 from weightsync.store.together import (
     PartPublisher,
@@ -34,14 +38,13 @@ from weightsync.store.together import (
     lay_out,
     together,
 )
-from weightsync.store.version import Identity
+from weightsync.store.version import FileEntry, Identity
 from weightsync.store_options import StoreOptions, publisher_options
 from weightsync.store_part import (
     CONNECT_S,
     StorePart,
-    check_place,
+    Which,
     only_part,
-    piece_to_json,
     shown,
 )
 from weightsync.store_rank_sender import FollowerStoreSender, FollowerUpdate
@@ -65,11 +68,11 @@ class LeadStoreSender(StoreSender):
         rules: Sequence[Rule] | None,
         meeting: Meeting,
     ) -> None:
-        check_place(directory)
         super().__init__(directory, run_id, options, rules, meeting.world_size)
         self._part = StorePart(self._publisher, options, 0)
         self._joint: Layout | None = None
         self._metas: list[TensorMeta] = []
+        self._owned: list[list[Piece]] = []
         self._total_bytes = 0
         self._number = 0  # of updates that were entered, as every rank counts
         self._encoded_number = 0
@@ -88,11 +91,17 @@ class LeadStoreSender(StoreSender):
         return self.options.commit_timeout_s
 
     def _all(
-        self, what: Mapping[str, Any], own: Callable[[], Any]
+        self,
+        what: Mapping[str, Any],
+        own: Callable[[], Any],
+        shares: Sequence[FileShare] | None = None,
     ) -> tuple[Any, dict[int, dict[str, Any]]]:
-        """The same on every rank at once: what this one returned, and the answers of the others."""
-        ranks = range(1, self._crew.world_size)
-        futures = {rank: self._crew.call(rank, what) for rank in ranks}
+        """The same on every rank at once, with its ``share`` if there are some: what this one returned, and
+        the answers of the others."""
+        futures = {}
+        for rank in range(1, self._crew.world_size):
+            extra = {} if shares is None else {"share": shares[rank].to_json()}
+            futures[rank] = self._crew.call(rank, {**what, **extra})
         try:
             mine = own()
         finally:
@@ -139,6 +148,7 @@ class LeadStoreSender(StoreSender):
         self._crew.ask(calls, "send", self._limit_s)
         self._part.own(pieces[0])
         self._joint, self._metas = joint, [t.wire_forms[-1] for t in joint.tensors]
+        self._owned = pieces
 
     def _encode_on_all(
         self, version: int, tensors: LocalTensors, *, is_full: bool
@@ -157,40 +167,39 @@ class LeadStoreSender(StoreSender):
         version, start_s = encoded.version, time.perf_counter()
         try:
             kind = VersionKind.FULL if encoded.records is None else VersionKind.DELTA
-            what = {"do": "write", "version": version}
-            manifest = self._written(
-                kind, encoded.base, what, lambda f: self._part.write(version, f)
-            )
+            manifest = self._written(kind, version, encoded.base, Which.ENCODED)
         except BaseException as error:
-            self._end(self._encoded_number, f"{type(error).__name__}: {error}")
+            self._end(self._encoded_number, version, f"{type(error).__name__}: {error}")
             raise
-        self._advance_all(manifest)
         said = {
             "kind": manifest.kind.value, "root": manifest.target.root,
             "payload_bytes": manifest.num_bytes, "total_bytes": self._total_bytes,
             "num_changed": manifest.num_changed, "publish_s": time.perf_counter() - start_s,
         }  # fmt: skip
-        self._end(self._encoded_number, said)
+        self._end(self._encoded_number, version, said)
         return manifest
 
     def _written(
         self,
         kind: VersionKind,
+        version: int,
         base: Identity | None,
-        what: Mapping[str, Any],
-        own: Callable[[Path], WrittenPart],
+        which: Which,
     ) -> VersionManifest:
         """A version that every rank has written its part of, made visible."""
-        version, is_full = int(what["version"]), kind is not VersionKind.DELTA
+        is_full = kind is not VersionKind.DELTA
         stem = f"v{version:012}" + ("-full" if kind is VersionKind.ANCHOR else "")
         with payload_folder(self.store, stem) as folder:
-            names: list[str] = []
-            if is_full:
+            files: tuple[FileEntry, ...] = ()
+            if not is_full:
+                parts = self._parts(version, folder, which)
+            elif isinstance(folder, ObjectPath):
+                files, parts = self._full_in_objects(version, folder, which)
+            else:
                 extra = self.options.extra_files
                 names = lay_out(folder, self._metas, self.options.file_bytes, extra)
-            mine, replies = self._all({**what, "folder": folder.name}, lambda: own(folder))
-            parts = [mine, *(WrittenPart.from_json(r["part"]) for r in replies.values())]
-            files = hashed(folder, names)
+                parts = self._parts(version, folder, which)
+                files = hashed(folder, names)
             draft = VersionManifest(
                 self.run_id, kind, Identity(version, ""), None if is_full else base, folder.name,
                 files, (),
@@ -199,36 +208,64 @@ class LeadStoreSender(StoreSender):
             commit(self.store, manifest)
         return manifest
 
-    def _advance(self, encoded: Encoded, manifest: VersionManifest) -> None:
-        """All ranks did, before they were told."""
+    def _parts(
+        self,
+        version: int,
+        folder: AnyPath,
+        which: Which,
+        shares: Sequence[FileShare] | None = None,
+    ) -> list[WrittenPart]:
+        what = {"do": which.value, "version": version, "folder": folder.name}
+        mine, replies = self._all(
+            what,
+            lambda: self._part.write(version, folder, None if shares is None else shares[0], which),
+            shares,
+        )
+        return [mine, *(WrittenPart.from_json(r["part"]) for r in replies.values())]
 
-    def _advance_all(self, manifest: VersionManifest) -> None:
-        """The version is visible whatever happens here; who cannot follow makes the next one full."""
-        version, target = manifest.version, manifest.target
-        what = {"do": "advance", "version": version, "root": target.root}
+    def _full_in_objects(
+        self, version: int, folder: ObjectPath, which: Which
+    ) -> tuple[tuple[FileEntry, ...], list[WrittenPart]]:
+        """Every rank writes whole files, of pieces that others have lent it where it does not own them."""
+        shares = share_files(self._owned, self._metas, self.options.file_bytes)
+        what = {"do": "lend", "of": which.value, "version": version, "folder": folder.name}
+        self._all(what, lambda: self._part.lend(version, folder, shares[0], which), shares)
+        parts = self._parts(version, folder, which, shares)
+        for rank, share in enumerate(shares):
+            if share.lent:
+                lent_path(folder, rank).unlink(missing_ok=True)
+        index = index_of(shards_of(self._metas, self.options.file_bytes))
+        extra = {**self.options.extra_files, INDEX_FILE: index}
+        return tuple(
+            FileEntry(name, *write_durable(folder / name, [data])) for name, data in extra.items()
+        ), parts
+
+    def _advance(self, encoded: Encoded, manifest: VersionManifest) -> None:
+        """Every other rank does once it hears that the version is visible, and says when asked what it
+        has whether it could."""
         try:
-            self._all(what, lambda: self._part.advance(version, target))
+            self._part.advance(manifest.version, manifest.target)
         except Exception as error:  # too little memory, too
-            _LOG.warning("after version %d, which is visible: %s", version, error)
+            _LOG.warning("after version %d, which is visible: %s", manifest.version, error)
 
     def _anchor(self) -> None:
         latest = self.store.latest()
         if latest is not None and not self.store.manifest(latest).is_full:
-            what = {"do": "anchor", "version": latest}
-            self._written(
-                VersionKind.ANCHOR, None, what, lambda f: self._part.write_again(latest, f)
-            )
+            self._written(VersionKind.ANCHOR, latest, None, Which.LAST)
 
     def _entering(self) -> None:
         self._number += 1
 
     def _give_up(self, version: int, why: str) -> None:
-        self._end(self._number, why)
+        self._end(self._number, version, why)
 
-    def _end(self, number: int, said: Mapping[str, Any] | str) -> None:
+    def _end(self, number: int, version: int, said: Mapping[str, Any] | str) -> None:
         """Tell every rank how an update ended: what became visible, or why nothing did."""
         is_visible = not isinstance(said, str)
-        message = {"kind": "ended", "number": number, "is_visible": is_visible, "said": said}
+        message = {
+            "kind": "ended", "number": number, "version": version, "is_visible": is_visible,
+            "said": said,
+        }  # fmt: skip
         self._crew.tell(message)
 
     def _release(self) -> None:

@@ -1,12 +1,16 @@
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <array>
 #include <chrono>
+#include <string>
+#include <string_view>
 
 #include "bindings.hpp"
 #include "weightsync/delta_batch.hpp"
 #include "weightsync/delta_decode_batch.hpp"
 #include "weightsync/delta_kernels.hpp"
+#include "weightsync/delta_packed.hpp"
 
 namespace py = pybind11;
 
@@ -192,12 +196,69 @@ void bind_encoder(py::module_& module) {
         .def("close", &DeltaEncoder::close, py::call_guard<py::gil_scoped_release>());
 }
 
+// kind, word_bytes, num_elements, digest.
+using FormColumns = std::array<std::uint64_t, 4>;
+
+DeltaTensorForm form_of(const FormColumns& columns) {
+    const DeltaTensorForm form{static_cast<DeltaKind>(columns[0] & 0xFF),
+                               static_cast<int>(columns[1]), static_cast<std::int64_t>(columns[2]),
+                               columns[3]};
+    if (form.num_elements > (std::int64_t{1} << 60)) {
+        throw std::invalid_argument("num_elements is " + std::to_string(form.num_elements));
+    }
+    // What holds for one of its spans holds for all.
+    validate_delta_place(
+        {form.kind, 0, std::min(form.num_elements, kDeltaSpan), 0, form.word_bytes});
+    return form;
+}
+
+std::int64_t dense_bytes(const py::buffer_info& info) {
+    if (info.ndim != 1 || info.itemsize != 1 || (info.shape[0] > 1 && info.strides[0] != 1)) {
+        throw std::invalid_argument("expected dense bytes");
+    }
+    return info.shape[0];
+}
+
+void bind_packed(py::module_& module) {
+    module.def(
+        "delta_pack",
+        [](const FormColumns& columns, const py::bytes& records) {
+            const DeltaTensorForm form = form_of(columns);
+            const auto whole = static_cast<std::string_view>(records);
+            std::string packed(whole.empty() ? 0 : whole.size() - 1, '\0');
+            {
+                const py::gil_scoped_release released;
+                packed.resize(static_cast<std::size_t>(
+                    delta_pack(form, reinterpret_cast<const unsigned char*>(whole.data()),
+                               static_cast<std::int64_t>(whole.size()),
+                               reinterpret_cast<unsigned char*>(packed.data()),
+                               static_cast<std::int64_t>(packed.size()))));
+            }
+            return py::bytes(packed);
+        },
+        py::arg("form"), py::arg("records"));
+    module.def(
+        "delta_unpack",
+        [](const FormColumns& columns, const py::buffer& packed, const py::buffer& records) {
+            const py::buffer_info from = packed.request();
+            const py::buffer_info to = records.request(true);
+            const std::int64_t packed_bytes = dense_bytes(from);
+            const std::int64_t records_bytes = dense_bytes(to);
+            const DeltaTensorForm form = form_of(columns);
+            const py::gil_scoped_release released;
+            delta_unpack(form, static_cast<const unsigned char*>(from.ptr), packed_bytes,
+                         static_cast<unsigned char*>(to.ptr), records_bytes);
+        },
+        py::arg("form"), py::arg("packed"), py::arg("records"));
+}
+
 }  // namespace
 
 void bind_delta(py::module_& module) {
     py::register_exception<DeltaError>(module, "DeltaError", PyExc_RuntimeError);
     bind_encoder(module);
     bind_decoder(module);
+    bind_packed(module);
     module.attr("DELTA_BLOCK") = kDeltaBlock;
     module.attr("DELTA_SPAN") = kDeltaSpan;
     module.def("delta_kernel", &delta_kernel_name);

@@ -13,14 +13,6 @@ int word_shift(const DeltaPlace& place) { return place.word_bytes == 4 ? 2 : pla
 
 std::int64_t aligned8(std::int64_t bytes) { return (bytes + 7) / 8 * 8; }
 
-void fill_class_of(const DeltaParameters& parameters, DeltaScratch* s) {
-    int c = 0;
-    for (int key = 0; key < 256; ++key) {
-        while (c < parameters.num_thresholds && key >= parameters.thresholds[c]) ++c;
-        s->class_of[key] = static_cast<std::uint8_t>(c);
-    }
-}
-
 // What the encoder of a span writes to.
 struct Sections {
     unsigned char* modes;
@@ -43,7 +35,6 @@ class SpanEncoder {
         block_.word_shift = word_shift(place);
         block_.is_absolute = is_absolute;
         if (!is_absolute) parameters_ = delta_parameters(place, old, current);
-        fill_class_of(parameters_, scratch_);
     }
 
     const DeltaParameters& parameters() const { return parameters_; }

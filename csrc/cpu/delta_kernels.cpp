@@ -16,21 +16,21 @@ WEIGHTSYNC_HD_INLINE DeltaMode encode_block(const DeltaScanKernels& kernels,
                                             std::uint64_t* digest, std::uint32_t* changed,
                                             std::int64_t* num_bytes) {
     const DeltaParameters& parameters = *block.parameters;
+    // In absolute mode a class means nothing, and there is but one.
     const int num_thresholds = block.is_absolute ? 0 : parameters.num_thresholds;
     const std::int64_t num_elements = block.place->block_elements(block.index);
     const std::uint64_t first_byte =
         (block.place->start_element + static_cast<std::uint64_t>(block.first_element())) *
         static_cast<std::uint64_t>(DeltaElement<kind>::bytes);
-    // In absolute mode a class means nothing, and there is but one.
-    if (num_thresholds == 0) std::memset(s->class_of, 0, sizeof(s->class_of));
     delta_scan_begin(num_elements, num_thresholds, &s->scan);
+    std::fill(s->found_in_class, s->found_in_class + kDeltaClasses, 0u);
     std::uint32_t count = 0;
     for (std::int64_t first = 0; first < num_elements; first += kDeltaPiece) {
         const std::int64_t piece = std::min(kDeltaPiece, num_elements - first);
         kernels.scan[static_cast<int>(kind)](old, current, first, piece, parameters.thresholds,
                                              &s->scan);
-        count = delta_find<kind>(old, current, block.place->seed, first_byte, block.word_shift,
-                                 first / kDeltaChunk,
+        count = delta_find<kind>(old, current, parameters, block.place->seed, first_byte,
+                                 block.word_shift, first / kDeltaChunk,
                                  (first + piece + kDeltaChunk - 1) / kDeltaChunk, count, s, digest);
     }
     *changed = count;
@@ -42,7 +42,7 @@ WEIGHTSYNC_HD_INLINE DeltaMode encode_block(const DeltaScanKernels& kernels,
     }
     DeltaClasses classes;
     const DeltaMode mode = delta_sort(count, s, &classes);
-    delta_prepare<kind>(old, parameters, s, &classes);
+    delta_prepare(parameters, s, &classes);
     *num_bytes = delta_write(s, classes);
     return mode;
 }

@@ -20,24 +20,41 @@ template <DeltaKind kind>
 struct PortableChunk {
     static constexpr int bytes = DeltaElement<kind>::bytes;
 
+    // Thresholds in the form in which they are compared.
+    struct Limits {
+        Limits(const std::uint8_t* from, int count) { std::copy_n(from, count, thresholds); }
+        std::uint8_t thresholds[kDeltaThresholds];
+    };
+
     static std::uint32_t load(const unsigned char* ptr, std::int64_t i) {
         std::uint32_t u = 0;
         std::memcpy(&u, ptr + i * bytes, bytes);
         return u;
     }
     template <int num_thresholds>
-    static void look(const unsigned char* old, const unsigned char* current,
-                     const std::uint8_t* thresholds, ChunkMasks* masks) {
+    static void look(const unsigned char* old, const unsigned char* current, const Limits& limits,
+                     ChunkMasks* masks) {
         for (std::int64_t i = 0; i < kDeltaChunk; ++i) {
             const std::uint32_t u = load(old, i);
             if (current != nullptr && load(current, i) == u) masks->same |= std::uint64_t{1} << i;
             for (int t = 0; t < num_thresholds; ++t) {
-                const std::uint64_t is_below = DeltaElement<kind>::key(u) < thresholds[t];
+                const std::uint64_t is_below = DeltaElement<kind>::key(u) < limits.thresholds[t];
                 masks->below[t] |= is_below << i;
             }
         }
     }
 };
+
+// Asks for what is looked at two pieces later: work on what was found stands between the pieces,
+// and by itself a processor looks ahead within a page only.
+constexpr std::int64_t kFetchAheadBytes = 4096;
+
+template <std::int64_t num_bytes>
+WEIGHTSYNC_HD_INLINE void fetch_ahead(const unsigned char* ptr) {
+    for (std::int64_t line = 0; line < num_bytes; line += 64) {
+        __builtin_prefetch(ptr + kFetchAheadBytes + line);
+    }
+}
 
 template <int num_thresholds>
 WEIGHTSYNC_HD_INLINE void keep_masks(const ChunkMasks& masks, std::uint64_t valid, bool has_new,
@@ -56,14 +73,18 @@ WEIGHTSYNC_HD_INLINE void scan_chunks(const unsigned char* old, const unsigned c
                                       std::int64_t first, std::int64_t count,
                                       const std::uint8_t* thresholds, DeltaScan* scan) {
     constexpr std::int64_t chunk_bytes = kDeltaChunk * DeltaElement<kind>::bytes;
+    // Made once: what is written here might be the thresholds, for all that the compiler knows.
+    const typename Chunk<kind>::Limits limits(thresholds, num_thresholds);
     std::uint32_t total[kDeltaThresholds] = {};
     for (int t = 0; t < num_thresholds; ++t) total[t] = scan->total[t + 1];
     const std::int64_t end = (first + count) / kDeltaChunk;
     for (std::int64_t chunk = first / kDeltaChunk; chunk < end; ++chunk) {
         ChunkMasks masks{};
+        fetch_ahead<chunk_bytes>(old + chunk * chunk_bytes);
+        if (current != nullptr) fetch_ahead<chunk_bytes>(current + chunk * chunk_bytes);
         Chunk<kind>::template look<num_thresholds>(
             old + chunk * chunk_bytes, current == nullptr ? nullptr : current + chunk * chunk_bytes,
-            thresholds, &masks);
+            limits, &masks);
         keep_masks<num_thresholds>(masks, ~std::uint64_t{0}, current != nullptr, chunk, total,
                                    scan);
     }
@@ -74,7 +95,7 @@ WEIGHTSYNC_HD_INLINE void scan_chunks(const unsigned char* old, const unsigned c
         std::memcpy(padded[0], old + end * chunk_bytes, rest_bytes);
         if (current != nullptr) std::memcpy(padded[1], current + end * chunk_bytes, rest_bytes);
         ChunkMasks masks{};
-        Chunk<kind>::template look<num_thresholds>(padded[0], padded[1], thresholds, &masks);
+        Chunk<kind>::template look<num_thresholds>(padded[0], padded[1], limits, &masks);
         keep_masks<num_thresholds>(masks, (std::uint64_t{1} << rest) - 1, current != nullptr, end,
                                    total, scan);
     }
@@ -218,22 +239,29 @@ WEIGHTSYNC_AVX2 inline std::uint64_t mask_of(__m256i low, __m256i high) {
 
 template <DeltaKind kind>
 struct VectorChunk {
+    // Comparisons are signed: a flipped top bit makes the order that of unsigned keys.
+    struct Limits {
+        WEIGHTSYNC_AVX2 Limits(const std::uint8_t* thresholds, int count) {
+            for (int t = 0; t < count; ++t) {
+                vectors[t] = _mm256_set1_epi8(static_cast<char>(thresholds[t] ^ 0x80));
+            }
+        }
+        __m256i vectors[kDeltaThresholds];
+    };
     template <int num_thresholds>
     WEIGHTSYNC_AVX2 static inline void look(const unsigned char* old, const unsigned char* current,
-                                            const std::uint8_t* thresholds, ChunkMasks* masks) {
+                                            const Limits& limits, ChunkMasks* masks) {
         if (current != nullptr) {
             masks->same =
                 mask_of(Lanes<kind>::same(old, current, 0), Lanes<kind>::same(old, current, 1));
         }
         if (num_thresholds == 0) return;
-        // Comparisons are signed: a flipped top bit makes the order that of unsigned keys.
         const __m256i flip = _mm256_set1_epi8(static_cast<char>(0x80));
         const __m256i low = _mm256_xor_si256(Lanes<kind>::keys(old, 0), flip);
         const __m256i high = _mm256_xor_si256(Lanes<kind>::keys(old, 1), flip);
         for (int t = 0; t < num_thresholds; ++t) {
-            const __m256i limit = _mm256_set1_epi8(static_cast<char>(thresholds[t] ^ 0x80));
-            masks->below[t] =
-                mask_of(_mm256_cmpgt_epi8(limit, low), _mm256_cmpgt_epi8(limit, high));
+            masks->below[t] = mask_of(_mm256_cmpgt_epi8(limits.vectors[t], low),
+                                      _mm256_cmpgt_epi8(limits.vectors[t], high));
         }
     }
 };

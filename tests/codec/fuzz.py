@@ -19,9 +19,11 @@ if __name__ == "__main__":
 from codec.helpers import encoded, flat, meta_of
 from weightsync import native_delta, workloads
 from weightsync.codec import Variant, block_digests, decode_record
+from weightsync.codec.packed import unpack_records
 from weightsync.codec.spans import Bytes, Digests
 from weightsync.errors import IntegrityError
-from weightsync.native_delta import Place
+from weightsync.native_delta import Place, TensorForm
+from weightsync.types import TensorMeta
 
 Case = tuple[Place, Bytes, Bytes, Digests]
 _HEADER_BYTES = 64
@@ -102,8 +104,67 @@ def fuzz(seed: int, limit_s: float) -> tuple[int, int]:
     return tried, refused
 
 
+# --- packed -------------------------------------------------------------------------------------------
+
+
+def forged_packed(
+    meta: TensorMeta, digest: int, packed: Bytes, num_bytes: int, random: np.random.Generator
+) -> Bytes | None:
+    """The records that damaged packed ones become once their checksum fits; None if they are refused
+    before it is looked at. The checksum of a record with one span is found by trying: that it is wrong
+    is said with the records in place."""
+    damaged = packed.copy()
+    at = int(random.integers(0, packed.size))
+    damaged[at] = random.integers(0, 256)
+    records: Bytes = np.zeros(num_bytes, dtype=np.uint8)
+    try:
+        unpack_records(meta, digest, damaged, records)
+    except IntegrityError as error:
+        if "checksum" not in str(error):
+            return None
+    records[56:64] = 0
+    checksum = native_delta.checksum(records.ctypes.data, records.size)
+    records[56:64] = np.array([checksum], dtype=np.uint64).view(np.uint8)
+    return records
+
+
+def fuzz_packed(seed: int, limit_s: float) -> tuple[int, int]:
+    """(packed records tried, refused), of any bytes and of any sizes that a manifest may say. Beyond their
+    room nothing is written; a sanitizer sees what is read."""
+    random, honest = np.random.default_rng(seed), []
+    for place, record, _, _ in cases():
+        digest = int(record[48:56].view(np.uint64)[0])
+        form = TensorForm(place.kind, place.word_bytes, place.num_elements, digest)
+        packed = native_delta.pack(form, record.tobytes())
+        if packed:
+            honest.append((form, np.frombuffer(packed, dtype=np.uint8), record.size))
+    tried = refused = 0
+    end_s = time.monotonic() + limit_s
+    while time.monotonic() < end_s:
+        form, packed, num_bytes = honest[tried % len(honest)]
+        damaged = packed.copy()
+        for _ in range(int(random.integers(1, 5))):
+            at = int(random.integers(0, min(random.choice([16, 64, packed.size]), packed.size)))
+            length = int(random.choice([1, 1, 1, 8]))
+            damaged[at : at + length] = random.choice([0, 1, 0x7F, 0x80, 0xFF])
+        if random.integers(0, 4) == 0:
+            damaged = damaged[: int(random.integers(0, damaged.size + 1))].copy()
+        if random.integers(0, 4) == 0:
+            num_bytes = int(random.integers(0, 2 * num_bytes))
+        room = np.full(num_bytes + 64, 0xA5, dtype=np.uint8)
+        tried += 1
+        try:
+            native_delta.unpack(form, damaged, room[:num_bytes])
+        except IntegrityError:
+            refused += 1
+        if not (room[num_bytes:] == 0xA5).all():
+            raise AssertionError("written beyond its room")
+    return tried, refused
+
+
 if __name__ == "__main__":
     arguments = [float(a) for a in sys.argv[1:]]
     limit_s, seed = [*arguments, *(3600.0, time.time())[len(arguments) :]]
     print(f"seed {int(seed)}, {limit_s:.0f} s", flush=True)
-    print("tried {}, refused {}".format(*fuzz(int(seed), limit_s)))
+    print("tried {}, refused {}".format(*fuzz(int(seed), limit_s / 2)))
+    print("packed: tried {}, refused {}".format(*fuzz_packed(int(seed), limit_s / 2)))

@@ -16,6 +16,8 @@ from weightsync.store.bulk import Step, read_records
 from weightsync.store.weights import DeviceWeight, Joined, Weight
 from weightsync.types import TensorMeta
 
+pytestmark = pytest.mark.usefixtures("record_form")
+
 
 def delta(directory: Path, **options: Any) -> tuple[Store, list[Step]]:
     """A store with a delta, and what of it has records."""
@@ -82,18 +84,19 @@ def test_room_that_is_too_small_is_no_room(tmp_path: Path) -> None:
         read_records(steps, 1, lambda num_bytes: np.empty(num_bytes - 1, dtype=np.uint8))
 
 
-def test_what_is_wrong_with_a_file_is_said(tmp_path: Path) -> None:
+def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, record_form: str) -> None:
     store, steps = delta(tmp_path)
     path = store.payload_path(store.manifest(1)) / store.manifest(1).files[0].name
     whole = path.read_bytes()
     path.write_bytes(whole[:-8])
     with pytest.raises(IntegrityError, match="ends early"):
         read_records(steps, 2)
-    path.write_bytes(whole[:8] + b"\x08" + whole[9:])  # the first element of a span
-    with pytest.raises(IntegrityError, match="has a record out of place"):
+    message = "packed records" if record_form == "packed" else "has a record out of place"
+    path.write_bytes(whole[:8] + bytes([whole[8] ^ 8]) + whole[9:])  # the first element of a span
+    with pytest.raises(IntegrityError, match=message):
         read_records(steps, 2)
     path.write_bytes(whole[:32] + (1 << 20).to_bytes(4, "little") + whole[36:])  # its bytes
-    with pytest.raises(IntegrityError, match="has a record out of place"):
+    with pytest.raises(IntegrityError, match=message):
         read_records(steps, 2)
     path.unlink()
     with pytest.raises(UnavailableError, match="is not there"):

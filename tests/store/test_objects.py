@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,35 +27,10 @@ from weightsync.store.weights import weights_of
 fsspec = pytest.importorskip("fsspec")
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    """The address of a local server that speaks S3."""
-    pytest.importorskip("s3fs")
-    moto = pytest.importorskip("moto.server")
-    found = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    found.start()
-    host, port = found.get_host_and_port()
-    yield f"http://{host}:{port}"
-    found.stop()
-
-
-@pytest.fixture(params=["s3", "memory"])
-def url(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+@pytest.fixture
+def url(object_url: str) -> str:
     """An empty place of its own."""
-    if request.param == "memory":
-        return f"memory://{uuid.uuid4().hex}/weights"
-    for name, value in {
-        "AWS_ENDPOINT_URL": request.getfixturevalue("server"),
-        "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "test",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }.items():
-        monkeypatch.setenv(name, value)
-    bucket = f"bucket-{uuid.uuid4().hex}"
-    system = fsspec.filesystem("s3", skip_instance_cache=True)
-    system.clear_instance_cache()
-    fsspec.filesystem("s3").mkdir(bucket)
-    return f"s3://{bucket}/weights"
+    return object_url
 
 
 def published(url: str, *versions: int) -> tuple[Store, Publisher]:

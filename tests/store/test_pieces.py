@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -229,16 +230,20 @@ def test_pieces_that_do_not_make_up_a_tensor_are_not_published(tmp_path: Path) -
     assert store.latest() == 1
 
 
-def test_without_pieces_a_manifest_is_the_bytes_that_it_was(tmp_path: Path) -> None:
+def test_a_manifest_names_the_first_form_that_can_say_it(tmp_path: Path, record_form: str) -> None:
+    is_packed = record_form == "packed"
     store, _ = published(tmp_path, 1)
     data = (store.path / "v000000000001.json").read_bytes()
     value = json.loads(data)
-    assert value["format"] == "weightsync-versions-1"
+    assert value["format"] == f"weightsync-versions-{3 if is_packed else 1}"
     assert all(len(entry) == 7 for entry in value["tensors"])
+    assert any(isinstance(entry[6], list) for entry in value["tensors"]) == is_packed
     in_parts, _ = published_in_pieces(tmp_path / "pieces", 1)
     value = json.loads((in_parts.path / "v000000000001.json").read_bytes())
-    assert value["format"] == "weightsync-versions-2"
+    assert value["format"] == f"weightsync-versions-{3 if is_packed else 2}"
     assert {len(entry) for entry in value["tensors"]} == {7, 8}
+    full = json.loads((store.path / "v000000000000.json").read_bytes())
+    assert full["format"] == "weightsync-versions-1"
 
 
 # --- manifests that lie -------------------------------------------------------------------------------
@@ -402,3 +407,68 @@ def test_metas_have_something_to_cut() -> None:
     names = [name for name in metas() if "proj" in name]
     assert names
     assert all(metas()[name].shape[1] % 3 == 0 for name in names)
+
+
+# --- packed records ---------------------------------------------------------------------------------
+
+
+def _packed_entry(value: dict[str, Any]) -> list[Any]:
+    found: list[Any] = next(entry for entry in value["tensors"] if isinstance(entry[6], list))
+    return found
+
+
+def _longer(value: dict[str, Any]) -> None:
+    _packed_entry(value)[6][1] += 8
+
+
+def _shorter(value: dict[str, Any]) -> None:
+    _packed_entry(value)[6][1] -= 8
+
+
+def _endless(value: dict[str, Any]) -> None:
+    _packed_entry(value)[6][1] = 1 << 40
+
+
+def _no_gain(value: dict[str, Any]) -> None:
+    _packed_entry(value)[6][1] = _packed_entry(value)[6][0]
+
+
+def _as_it_is(value: dict[str, Any]) -> None:
+    _packed_entry(value)[6] = _packed_entry(value)[6][0]
+
+
+def _three(value: dict[str, Any]) -> None:
+    _packed_entry(value)[6].append(8)
+
+
+def _negative(value: dict[str, Any]) -> None:
+    _packed_entry(value)[6][1] = -8
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_longer, "than their manifest says"),
+        (_shorter, "than their manifest says"),
+        (_as_it_is, "out of place|a record's header"),
+        (_endless, "cannot be packed records"),
+        (_no_gain, "cannot be packed records"),
+        (_three, "unpack"),
+        (_negative, "not a count"),
+        (_first_form, "form"),
+    ],
+)
+def test_untruths_about_packed_records_are_found(
+    tmp_path: Path, change: Callable[[dict[str, Any]], None], message: str
+) -> None:
+    store, _ = published(tmp_path / "store", 1)
+    manifest = store.manifest(1)
+    assert manifest.format == "weightsync-versions-3"
+    with LocalCheckpoint(tmp_path / "local") as local:
+        local.pull(store, 0)
+        (store.path / manifest.file_name).write_bytes(forged(manifest, change))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # of a new start
+            with pytest.raises(IntegrityError, match=message):
+                local.pull(store, 1)
+        assert held(local.path) == contents(0)

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final
+from dataclasses import dataclass
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from weightsync.codec.device_decode import PADDING_BYTES
-from weightsync.codec.record import record_at
-from weightsync.codec.spans import Bytes, spans_of
+from weightsync.codec.packed import unpack_records
+from weightsync.codec.spans import Bytes
 from weightsync.errors import IntegrityError
 from weightsync.native_delta import Place
-from weightsync.store.directory import Store, open_payload
+from weightsync.store.directory import Store, open_payload, records_in
 from weightsync.store.object_path import AnyPath
 from weightsync.store.version import TensorEntry, VersionManifest
-from weightsync.types import TensorMeta
 
 #: A thread reads so much at once.
 READ_BYTES: Final = 4 << 20
@@ -33,80 +33,123 @@ def read_records(
 ) -> tuple[Bytes, list[list[tuple[Place, Bytes]]]]:
     """The memory that all records lie in, and by step its records: parts of that, unchecked but for
     where they belong. ``room`` gives the memory, uint8 of that size; ``check`` is called before every
-    ``READ_BYTES`` and raises what ends the reading.
+    ``READ_BYTES`` and raises what ends the reading. Beyond that memory: the packed records.
 
     Raises :class:`UnavailableError` for a file that is not there, :class:`IntegrityError` for one that
-    ends early or holds a record out of place.
+    ends early, holds a record out of place, or packed records that are none of their tensor.
     """
-    total = sum(entry.num_bytes for _, _, entry in steps)
+    total = sum(entry.record_bytes for _, _, entry in steps)
     size = total + PADDING_BYTES
     data: Bytes = np.empty(size, dtype=np.uint8) if room is None else room(size)
     if data.size != size:
         raise ValueError(f"room for {size} bytes of records has {data.size}")
     data[total:] = 0
-    pieces: list[tuple[AnyPath, int, Bytes]] = []
-    found, start = [], 0
-    for path, offset, size in _extents(steps):
-        for at in range(0, size, READ_BYTES):
-            part = data[start + at : start + min(at + READ_BYTES, size)]
-            pieces.append((path, offset + at, part))
-        start += size
+    targets = _targets(steps, data)
+    reads = [part for extent in _extents(steps, targets) for part in extent.cut(READ_BYTES)]
 
-    def read(piece: tuple[AnyPath, int, Bytes]) -> None:
+    def read(part: tuple[AnyPath, int, list[Bytes]]) -> None:
         check()
-        read_exactly(*piece)
+        path, offset, memory = part
+        read_exactly(path, offset, *memory)
 
-    if num_threads <= 1 or len(pieces) <= 1:
-        for piece in pieces:
-            read(piece)
+    if num_threads <= 1 or len(reads) <= 1:
+        for part in reads:
+            read(part)
     else:
-        with ThreadPoolExecutor(min(num_threads, len(pieces)), "weightsync-read") as pool:
-            list(pool.map(read, pieces))
-    start = 0
-    for store, manifest, entry in steps:
-        path = _path_of(store, manifest, entry)
-        found.append(records_in(path, entry.meta, data[start : start + entry.num_bytes]))
-        start += entry.num_bytes
+        with ThreadPoolExecutor(min(num_threads, len(reads)), "weightsync-read") as pool:
+            list(pool.map(read, reads))
+    found, start = [], 0
+    for (store, manifest, entry), target in zip(steps, targets, strict=True):
+        records = data[start : start + entry.record_bytes]
+        if entry.is_packed:
+            packed = target.memory[target.start : target.stop]
+            unpack_records(entry.meta, entry.digest, packed, records)
+        found.append(records_in(_path_of(store, manifest, entry), entry.meta, records))
+        start += entry.record_bytes
     return data, found
 
 
-def read_exactly(path: AnyPath, offset_bytes: int, data: Bytes) -> None:
-    """All of ``data`` from a file. By reads, never mapped: an error of a network file system must be
-    an error, not a signal. Raises :class:`IntegrityError` if it ends early."""
+def read_exactly(path: AnyPath, offset_bytes: int, *targets: Bytes) -> None:
+    """All of the targets, one after the other, from a file. By reads, never mapped: an error of a network
+    file system must be an error, not a signal. Raises :class:`IntegrityError` if it ends early."""
     with open_payload(path) as file:
         file.seek(offset_bytes)
-        view, done = data.data, 0
-        while done < data.size:
-            count = file.readinto(view[done : done + _MAX_READ_BYTES])
-            if not count:
-                raise IntegrityError(f"{path} ends early, at {offset_bytes + done} bytes")
-            done += count
+        for data in targets:
+            view, done = data.data, 0
+            while done < data.size:
+                count = file.readinto(view[done : done + _MAX_READ_BYTES])
+                if not count:
+                    raise IntegrityError(f"{path} ends early, at {offset_bytes + done} bytes")
+                done += count
+            offset_bytes += data.size
 
 
-def records_in(path: AnyPath, meta: TensorMeta, data: Bytes) -> list[tuple[Place, Bytes]]:
-    """The records that follow each other in ``data``, which is all of a tensor's of a file."""
-    places = {place.start_element: place for place in spans_of(meta)}
-    found, at, last = [], 0, -1
-    while at < data.size:
-        num_bytes, start = record_at(data, at)
-        if num_bytes > data.size - at or start not in places or start <= last:
-            raise IntegrityError(f"{path}: {meta.name!r} has a record out of place")
-        found.append((places[start], data[at : at + num_bytes]))
-        at, last = at + num_bytes, start
+class _Target(NamedTuple):
+    """Where bytes of a file go: a part of a piece of memory."""
+
+    memory: Bytes
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, eq=False)
+class _Extent:
+    """What lies together in a file, and where it is to go, in order."""
+
+    path: AnyPath
+    offset_bytes: int
+    targets: list[_Target]
+
+    def add(self, target: _Target) -> None:
+        """What follows in the file."""
+        memory, start, stop = self.targets[-1]
+        if memory is target.memory and stop == target.start:
+            self.targets[-1] = _Target(memory, start, target.stop)
+        else:
+            self.targets.append(target)
+
+    def cut(self, most_bytes: int) -> Iterator[tuple[AnyPath, int, list[Bytes]]]:
+        """Path, offset and memory of parts of so many bytes, the last one less."""
+        offset, parts, size = self.offset_bytes, list[Bytes](), 0
+        for memory, start, stop in self.targets:
+            at = start
+            while at < stop:
+                part = memory[at : min(at + most_bytes - size, stop)]
+                parts.append(part)
+                at, size = at + part.size, size + part.size
+                if size == most_bytes:
+                    yield self.path, offset, parts
+                    offset, parts, size = offset + size, [], 0
+        if parts:
+            yield self.path, offset, parts
+
+
+def _targets(steps: Sequence[Step], data: Bytes) -> list[_Target]:
+    """Where the bytes of each step's file go: to their place in ``data``, or, packed, beside it."""
+    packed_bytes = sum(entry.num_bytes for _, _, entry in steps if entry.is_packed)
+    beside: Bytes = np.empty(packed_bytes, dtype=np.uint8)
+    found, at, at_beside = [], 0, 0
+    for _, _, entry in steps:
+        if entry.is_packed:
+            found.append(_Target(beside, at_beside, at_beside + entry.num_bytes))
+            at_beside += entry.num_bytes
+        else:
+            found.append(_Target(data, at, at + entry.num_bytes))
+        at += entry.record_bytes
     return found
 
 
-def _extents(steps: Iterable[Step]) -> list[tuple[AnyPath, int, int]]:
-    """Path, offset and bytes of what lies together in a file, in the order of the steps."""
-    found: list[tuple[AnyPath, int, int]] = []
-    for store, manifest, entry in steps:
+def _extents(steps: Sequence[Step], targets: Sequence[_Target]) -> list[_Extent]:
+    """What lies together in a file, in the order of the steps."""
+    found: list[_Extent] = []
+    end = 0  # in the file of the last one
+    for (store, manifest, entry), target in zip(steps, targets, strict=True):
         path = _path_of(store, manifest, entry)
-        if found:
-            last, offset, size = found[-1]
-            if last == path and offset + size == entry.offset_bytes:
-                found[-1] = (last, offset, size + entry.num_bytes)
-                continue
-        found.append((path, entry.offset_bytes, entry.num_bytes))
+        if found and found[-1].path == path and end == entry.offset_bytes:
+            found[-1].add(target)
+        else:
+            found.append(_Extent(path, entry.offset_bytes, [target]))
+        end = entry.offset_bytes + entry.num_bytes
     return found
 
 
@@ -115,4 +158,4 @@ def _path_of(store: Store, manifest: VersionManifest, entry: TensorEntry) -> Any
     return path
 
 
-__all__ = ["read_exactly", "read_records", "records_in"]
+__all__ = ["read_exactly", "read_records"]

@@ -16,7 +16,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from weightsync.codec.record import HEADER_BYTES, record_bytes
+from weightsync.codec.packed import unpack_records
+from weightsync.codec.record import HEADER_BYTES, record_at, record_bytes
 from weightsync.codec.spans import Bytes, spans_of
 from weightsync.errors import ConfigError, IntegrityError, UnavailableError
 from weightsync.native_delta import Place
@@ -31,10 +32,38 @@ from weightsync.store.version import (
     plain_name,
 )
 from weightsync.transports.base import StoreTarget
+from weightsync.types import TensorMeta
 
 LEASES: Final = "leases"
 WITHDRAWN: Final = "withdrawn-"
 _MANIFEST: Final = re.compile(r"v(\d{12})(-from-\d{12}|-full)?\.json")
+
+
+def records_in(path: AnyPath, meta: TensorMeta, data: Bytes) -> list[tuple[Place, Bytes]]:
+    """The records that follow each other in ``data``, which is all of a tensor's of a file, unpacked.
+
+    Raises :class:`IntegrityError` naming one that is out of place.
+    """
+    places = {place.start_element: place for place in spans_of(meta)}
+    found, at, last = [], 0, -1
+    while at < data.size:
+        num_bytes, start = record_at(data, at)
+        if num_bytes > data.size - at or start not in places or start <= last:
+            raise IntegrityError(f"{path}: {meta.name!r} has a record out of place")
+        found.append((places[start], data[at : at + num_bytes]))
+        at, last = at + num_bytes, start
+    return found
+
+
+def _packed_records(path: AnyPath, entry: TensorEntry) -> list[tuple[Place, Bytes]]:
+    packed: Bytes = np.empty(entry.num_bytes, dtype=np.uint8)
+    with open_payload(path) as file:
+        file.seek(entry.offset_bytes)
+        if file.readinto(packed.data) != entry.num_bytes:
+            raise IntegrityError(f"{path} ends early")
+    records: Bytes = np.empty(entry.record_bytes, dtype=np.uint8)
+    unpack_records(entry.meta, entry.digest, packed, records)
+    return records_in(path, entry.meta, records)
 
 
 def open_payload(path: AnyPath) -> Any:
@@ -152,6 +181,9 @@ class Store(StoreTarget):
         if not entry.has_records:
             return
         path = self.payload_path(manifest) / manifest.files[entry.file].name
+        if entry.is_packed:
+            yield from _packed_records(path, entry)
+            return
         places = {place.start_element: place for place in spans_of(entry.meta)}
         left, last = entry.num_bytes, -1
         with open_payload(path) as file:

@@ -13,7 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from weightsync.errors import ConfigError, MissingDependencyError, UnavailableError
+from weightsync.errors import (
+    ConfigError,
+    IntegrityError,
+    MissingDependencyError,
+    UnavailableError,
+)
 
 _SCHEME: Final = "://"
 
@@ -125,6 +130,17 @@ class ObjectPath:
     def read_bytes(self) -> bytes:
         with _named("reading", self):
             return bytes(self._system.cat_file(self.url))
+
+    def read_at(self, offset_bytes: int, num_bytes: int) -> bytes:
+        """A part, in one request. Raises :class:`IntegrityError` if the object ends early."""
+        if not num_bytes:
+            return b""
+        with _named("reading", self):
+            end = offset_bytes + num_bytes
+            found = bytes(self._system.cat_file(self.url, start=offset_bytes, end=end))
+        if len(found) != num_bytes:
+            raise IntegrityError(f"{self} ends early, at {offset_bytes + len(found)} bytes")
+        return found
 
     # --- writing -----------------------------------------------------------------------------------
 

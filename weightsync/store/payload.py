@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from weightsync.checkpoints import INDEX_FILE, write_header
 from weightsync.codec import tensor_digest
+from weightsync.codec.packed import MAX_PACKED_RECORD_BYTES, pack_records
 from weightsync.codec.spans import Bytes, Digests
 from weightsync.device_tables import CPU, HostBuffer
 from weightsync.faults import reach
@@ -34,8 +35,9 @@ PART_BYTES: Final = 16 << 20
 
 
 class RecordWriter:
-    """Payload files of records, cut at tensors. Files of ``PART_BYTES`` are written at once, on
-    ``num_threads``; as a context manager, so that nobody writes any more when it is left."""
+    """Payload files of records, cut at tensors; those of small tensors are packed. Files of ``PART_BYTES``
+    are written at once, on ``num_threads``; as a context manager, so that nobody writes any more when
+    it is left."""
 
     def __init__(
         self, folder: AnyPath, file_bytes: int, stem: str = "delta", num_threads: int = 1
@@ -58,15 +60,24 @@ class RecordWriter:
         self, meta: TensorMeta, records: Iterable[bytes | memoryview], digests: Digests
     ) -> TensorEntry:
         """One tensor; ``digests`` are the new ones once its records were taken."""
-        start, num_bytes = self._pending_bytes, 0
+        found, num_bytes = [], 0
         for record in records:
-            self._pending.append(record)
+            found.append(record)
             num_bytes += len(record)
             self.num_changed += int.from_bytes(record[20:24], "little")
         digest = tensor_digest(digests)
         if num_bytes == 0:
             return TensorEntry(meta, digest)
-        entry = TensorEntry(meta, digest, len(self._files), start, num_bytes)
+        unpacked_bytes, packed = 0, None
+        if num_bytes <= MAX_PACKED_RECORD_BYTES:
+            packed = pack_records(meta, digest, found)
+        if packed is not None:
+            found, unpacked_bytes, num_bytes = [packed], num_bytes, len(packed)
+        entry = TensorEntry(
+            meta, digest, len(self._files), self._pending_bytes, num_bytes,
+            unpacked_bytes=unpacked_bytes,
+        )  # fmt: skip
+        self._pending += found
         self._pending_bytes += num_bytes
         if self._pending_bytes >= self._file_bytes:
             self._flush()
@@ -114,7 +125,7 @@ def commit(store: Store, manifest: VersionManifest) -> None:
 
 def write_full(
     folder: AnyPath,
-    weights: Sequence[Joined],
+    weights: Sequence[Joined[Any]],
     file_bytes: int,
     extra: Mapping[str, bytes],
     num_threads: int = 1,
@@ -130,7 +141,7 @@ def write_full(
         if device != CPU and not hasattr(local, "buffer"):
             local.buffer = HostBuffer(CHUNK_BYTES, device)
         buffer = local.buffer.data if device != CPU else None
-        chunks = _shard_chunks([data_of[meta] for meta in metas], buffer)
+        chunks = shard_chunks([data_of[meta] for meta in metas], buffer)
         entry = FileEntry(name, *write_durable(folder / name, chunks))
         reach("store.payload")
         return entry
@@ -185,7 +196,10 @@ def header_of(metas: Sequence[TensorMeta]) -> bytes:
     return data
 
 
-def _shard_chunks(shard: list[Joined], buffer: Bytes | None) -> Iterator[bytes | memoryview]:
+def shard_chunks(
+    shard: Sequence[Joined[Any]], buffer: Bytes | None = None
+) -> Iterator[bytes | memoryview]:
+    """A safetensors file of these tensors, in turn; ``buffer`` as in :meth:`Joined.chunks`."""
     yield header_of([weight.meta for weight in shard])
     for weight in shard:
         yield from weight.chunks(buffer)

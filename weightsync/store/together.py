@@ -2,8 +2,8 @@
 
 Whoever coordinates the ranks makes one folder, lets all of them write into it, and makes the manifest of
 what they said (:func:`together`). A full version is laid out first (:func:`lay_out`): files of their
-final size, whose headers say where the bytes of each tensor go; each rank writes its own there.
-Needs files that may be written in parts, which object stores have not.
+final size, whose headers say where the bytes of each tensor go; each rank writes its own there. In object
+storage, where no file can be written in parts, see :mod:`weightsync.store.lending`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from weightsync.codec import tensor_digest
 from weightsync.errors import IntegrityError, LayoutError, ProtocolError, VersionError
 from weightsync.faults import reach
 from weightsync.store.durable import hash_file, named_errors, sync_directory, write_durable
+from weightsync.store.lending import FileShare, lend, write_files
+from weightsync.store.object_path import AnyPath, ObjectPath
 from weightsync.store.payload import RecordWriter, header_of, index_of, shards_of
 from weightsync.store.pieces import Piece
 from weightsync.store.publish import DENSE_SHARE, Publisher
@@ -56,7 +58,7 @@ class WrittenPart:
                 [
                     p.tensor.name, p.tensor.dtype, list(p.tensor.shape), list(p.box.start),
                     list(p.box.stop), f"{e.digest:016x}", f"{share:016x}", e.file, e.offset_bytes,
-                    e.num_bytes,
+                    e.num_bytes, e.unpacked_bytes,
                 ]
                 for p, e, share in self.pieces
             ],
@@ -68,11 +70,12 @@ class WrittenPart:
         try:
             files = tuple(FileEntry(str(n), int(b), str(h)) for n, b, h in value["files"])
             pieces = []
-            for name, dtype, shape, start, stop, digest, share, file, offset, size in value[
-                "pieces"
-            ]:
+            for name, dtype, shape, start, stop, digest, share, *where in value["pieces"]:
+                file, offset, size, unpacked = where
                 piece = Piece(TensorMeta(name, dtype, tuple(shape)), Box(tuple(start), tuple(stop)))
-                entry = TensorEntry(piece.meta, int(digest, 16), file, offset, size)
+                entry = TensorEntry(
+                    piece.meta, int(digest, 16), file, offset, size, unpacked_bytes=unpacked
+                )
                 pieces.append((piece, entry, int(share, 16)))
             return cls(files, tuple(pieces), int(value["num_changed"]))
         except (KeyError, TypeError, ValueError, LayoutError) as error:
@@ -94,22 +97,34 @@ class PartPublisher(Publisher):
     def _limit_bytes(self, weights: AnyWeights) -> float:
         return math.inf
 
-    def write(self, encoded: Encoded, folder: Path, rank: int) -> WrittenPart:
-        """This rank's files of a delta, or its bytes in the files of a full version that was laid out.
+    def lend(self, encoded: Encoded, folder: ObjectPath, rank: int, share: FileShare) -> None:
+        """What other ranks need of this one for their files of a full version."""
+        lend(folder, rank, base_of(self._snapshot, encoded).weights, share)
+
+    def write(
+        self, encoded: Encoded, folder: AnyPath, rank: int, share: FileShare | None = None
+    ) -> WrittenPart:
+        """This rank's files of a delta, or its bytes in the files of a full version that was laid out, or,
+        with a ``share``, files of it.
 
         Nothing is visible, and the snapshot stays. Raises :class:`VersionError`,
         :class:`CapacityError`.
         """
         snapshot = base_of(self._snapshot, encoded)
         weights = snapshot.weights
+        files: tuple[FileEntry, ...] = ()
+        num_changed = 0
         if encoded.records is None:
-            write_boxes(folder, list(weights.values()))
+            if isinstance(folder, Path):
+                write_boxes(folder, list(weights.values()))
+            elif share is not None:
+                files = write_files(folder, rank, weights, share, self._threads)
+            else:
+                raise ProtocolError(f"{folder}: nobody said which files rank {rank} writes")
             entries = [
                 TensorEntry(w.meta, tensor_digest(encoded.digests[name]))
                 for name, w in weights.items()
             ]
-            files: tuple[FileEntry, ...] = ()
-            num_changed = 0
         else:
             stem = f"delta-{rank:05}"
             with RecordWriter(folder, self._file_bytes, stem, self._threads) as writer:

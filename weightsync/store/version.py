@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from weightsync.codec.packed import MAX_PACKED_RECORD_BYTES
 from weightsync.digest import digest_root, root_basis
 from weightsync.errors import IntegrityError, LayoutError
 from weightsync.store.durable import new_hasher
@@ -25,6 +26,9 @@ from weightsync.types import Box, TensorMeta
 FORMAT: Final = "weightsync-versions-1"
 #: Of a manifest with tensors in pieces, which who knows the first form alone must not read.
 FORMAT_PIECES: Final = "weightsync-versions-2"
+#: Of one with packed records, with tensors in pieces or without.
+FORMAT_PACKED: Final = "weightsync-versions-3"
+_FORMATS: Final = (FORMAT, FORMAT_PIECES, FORMAT_PACKED)
 MAX_MANIFEST_BYTES: Final = 1 << 30
 MAX_VERSION: Final = 10**12 - 1
 _PLAIN_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}")
@@ -63,7 +67,7 @@ class FileEntry:
 @dataclass(frozen=True)
 class PieceEntry:
     """A box of a tensor that is coded as a tensor of its own: ``digest`` is the one that it has as such,
-    ``share`` its part of the whole tensor's; ``file`` as in :class:`TensorEntry`."""
+    ``share`` its part of the whole tensor's; ``file`` and what follows as in :class:`TensorEntry`."""
 
     box: Box
     digest: int
@@ -71,13 +75,15 @@ class PieceEntry:
     file: int = _NO_FILE
     offset_bytes: int = 0
     num_bytes: int = 0
+    unpacked_bytes: int = 0
 
 
 @dataclass(frozen=True)
 class TensorEntry:
     """One tensor, its digest, and where its records lie; ``file`` is -1 if it has none (it did not
-    change, or the version is full). With ``pieces``, which tile it, the records are theirs, and
-    ``num_bytes`` those of all of them."""
+    change, or the version is full). ``num_bytes`` is what they take there; packed records
+    (:mod:`weightsync.codec.packed`) are ``unpacked_bytes`` long, which is 0 for those that lie there as
+    they are. With ``pieces``, which tile it, the records are theirs, and ``num_bytes`` those of all."""
 
     meta: TensorMeta
     digest: int
@@ -85,6 +91,17 @@ class TensorEntry:
     offset_bytes: int = 0
     num_bytes: int = 0
     pieces: tuple[PieceEntry, ...] = ()
+    unpacked_bytes: int = 0
+
+    @property
+    def record_bytes(self) -> int:
+        """Of its records, unpacked; of a tensor in pieces, ask those (:meth:`parts`)."""
+        return self.unpacked_bytes or self.num_bytes
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether any records of it are."""
+        return self.unpacked_bytes > 0 or any(p.unpacked_bytes for p in self.pieces)
 
     @property
     def has_records(self) -> bool:
@@ -102,7 +119,10 @@ class TensorEntry:
         found = []
         for p in self.pieces:
             piece = Piece(self.meta, p.box)
-            entry = TensorEntry(piece.meta, p.digest, p.file, p.offset_bytes, p.num_bytes)
+            entry = TensorEntry(
+                piece.meta, p.digest, p.file, p.offset_bytes, p.num_bytes,
+                unpacked_bytes=p.unpacked_bytes,
+            )  # fmt: skip
             found.append((piece, entry))
         return tuple(found)
 
@@ -113,7 +133,9 @@ def joined_entry(parts: Sequence[tuple[Piece, TensorEntry]], shares: Sequence[in
     if len(parts) == 1 and parts[0][0].is_whole:
         return parts[0][1]
     pieces = tuple(
-        PieceEntry(piece.box, e.digest, share, e.file, e.offset_bytes, e.num_bytes)
+        PieceEntry(
+            piece.box, e.digest, share, e.file, e.offset_bytes, e.num_bytes, e.unpacked_bytes
+        )
         for (piece, e), share in zip(parts, shares, strict=True)
     )
     num_bytes = sum(p.num_bytes for p in pieces)
@@ -170,6 +192,8 @@ class VersionManifest:
     @property
     def format(self) -> str:
         """Of the manifest."""
+        if any(entry.is_packed for entry in self.tensors):
+            return FORMAT_PACKED
         return FORMAT_PIECES if any(entry.pieces for entry in self.tensors) else FORMAT
 
     def _to_json(self) -> dict[str, Any]:
@@ -200,8 +224,8 @@ class VersionManifest:
 
     @classmethod
     def _from_json(cls, value: Any) -> VersionManifest:
-        if value["format"] not in (FORMAT, FORMAT_PIECES):
-            raise ValueError(f"format {value['format']!r}, expected {FORMAT_PIECES!r}")
+        if value["format"] not in _FORMATS:
+            raise ValueError(f"format {value['format']!r}, expected one of {', '.join(_FORMATS)}")
         base = value["base"]
         return cls(
             run_id=plain_name(value["run_id"]),
@@ -243,13 +267,19 @@ class VersionManifest:
             end = entry.offset_bytes + entry.num_bytes
             if end > self.files[entry.file].num_bytes or entry.num_bytes == 0:
                 raise ValueError(f"{entry.meta.name!r} does not lie within its file")
+        unpacked = entry.unpacked_bytes
+        if unpacked and not entry.num_bytes < unpacked <= MAX_PACKED_RECORD_BYTES:
+            raise ValueError(
+                f"{entry.meta.name!r}: {entry.num_bytes} bytes cannot be packed records of {unpacked}"
+            )
 
     def _check_pieces(self, entry: TensorEntry) -> None:
         name = entry.meta.name
         if self.is_full:
             raise ValueError(f"{name!r} is in pieces, but a full version is plain safetensors")
         check_tiling(entry.meta, entry.boxes)
-        if entry.file != _NO_FILE or entry.num_bytes != sum(p.num_bytes for p in entry.pieces):
+        num_bytes = sum(p.num_bytes for p in entry.pieces)
+        if entry.file != _NO_FILE or entry.unpacked_bytes or entry.num_bytes != num_bytes:
             raise ValueError(f"{name!r}: its records are not those of its pieces")
         if any(p.num_bytes and p.file == _NO_FILE for p in entry.pieces):
             raise ValueError(f"{name!r}: a piece has records in no file")
@@ -288,36 +318,50 @@ def root_of(tensors: Sequence[TensorEntry]) -> str:
 def _entry_to_json(entry: TensorEntry) -> list[Any]:
     found = [
         entry.meta.name, entry.meta.dtype, list(entry.meta.shape), f"{entry.digest:016x}",
-        entry.file, entry.offset_bytes, entry.num_bytes,
+        entry.file, entry.offset_bytes, _sizes_to_json(entry),
     ]  # fmt: skip
     if entry.pieces:
         found.append([
             [
                 list(p.box.start), list(p.box.shape), f"{p.digest:016x}", f"{p.share:016x}",
-                p.file, p.offset_bytes, p.num_bytes,
+                p.file, p.offset_bytes, _sizes_to_json(p),
             ]
             for p in entry.pieces
         ])  # fmt: skip
     return found
 
 
+def _sizes_to_json(entry: TensorEntry | PieceEntry) -> int | list[int]:
+    """The bytes of its records; of packed ones these and those that they become."""
+    if entry.unpacked_bytes:
+        return [entry.num_bytes, entry.unpacked_bytes]
+    return entry.num_bytes
+
+
+def _sizes_from_json(value: Any) -> tuple[int, int]:
+    packed, unpacked = value if isinstance(value, list) else (value, 0)
+    return _count(packed), _count(unpacked)
+
+
 def _entry_from_json(value: Any) -> TensorEntry:
-    name, dtype, shape, digest, file, offset, size, *rest = value
+    name, dtype, shape, digest, file, offset, sizes, *rest = value
     meta = TensorMeta(str(name), str(dtype), tuple(_count(x) for x in shape))
     pieces = []
     if rest:
         (found,) = rest
         pieces = [_piece_from_json(piece) for piece in found]
+    size, unpacked = _sizes_from_json(sizes)
     return TensorEntry(
-        meta, _digest(digest), file, _count(offset), _count(size), tuple(pieces)
+        meta, _digest(digest), file, _count(offset), size, tuple(pieces), unpacked
     )  # fmt: skip
 
 
 def _piece_from_json(value: Any) -> PieceEntry:
-    start, shape, digest, share, file, offset, size = value
+    start, shape, digest, share, file, offset, sizes = value
     first, extent = [_count(x) for x in start], [_count(x) for x in shape]
     box = Box(tuple(first), tuple(a + n for a, n in zip(first, extent, strict=True)))
-    return PieceEntry(box, _digest(digest), _digest(share), file, _count(offset), _count(size))
+    size, unpacked = _sizes_from_json(sizes)
+    return PieceEntry(box, _digest(digest), _digest(share), file, _count(offset), size, unpacked)
 
 
 def plain_name(value: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Generic, TypeVar
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from weightsync.digest import DigestPart, part_rows
 from weightsync.errors import LayoutError, UnknownNameError
 from weightsync.manifest import name_some
 from weightsync.store.cutting import Cuts, Cutter
+from weightsync.store.object_path import ObjectPath
 from weightsync.store.pieces import Piece, check_tiling, put, take
 from weightsync.tables import dense_strides
 from weightsync.tensors import TensorView, view_of
@@ -71,6 +72,21 @@ class DeviceWeight:
         return np.frombuffer(read_bytes(self.ptr, self.meta.num_bytes, self.device), dtype=np.uint8)
 
 
+@dataclass(frozen=True, eq=False)
+class LentWeight:
+    """A piece that another rank holds, which has put it into an object for the time being."""
+
+    piece: Piece
+    path: ObjectPath
+    offset_bytes: int
+
+    @property
+    def data(self) -> Bytes:
+        """A copy, uint8 [its bytes]."""
+        found = self.path.read_at(self.offset_bytes, self.piece.meta.num_bytes)
+        return np.frombuffer(found, dtype=np.uint8)
+
+
 def _piece(meta: TensorMeta, box_of: Piece | None) -> Piece:
     return Piece(meta, Box.whole(meta.shape)) if box_of is None else box_of
 
@@ -112,12 +128,16 @@ def pieces_of(weight: Weight, cutter: Cutter) -> list[Weight]:
     return found
 
 
+Part = TypeVar("Part", bound=Weight | DeviceWeight | LentWeight, covariant=True)
+Held = Weight | DeviceWeight
+
+
 @dataclass(frozen=True, eq=False)
-class Joined:
+class Joined(Generic[Part]):
     """A whole tensor from its pieces; whoever looks at ``data`` copies it."""
 
     meta: TensorMeta
-    parts: Sequence[Weight | DeviceWeight]
+    parts: Sequence[Part]
 
     @property
     def data(self) -> Bytes:
@@ -140,7 +160,7 @@ class Joined:
         """The same bytes in turn; each holds until the next is asked for. A whole tensor on a device
         comes to the host piece by piece, in ``buffer``."""
         (first, *others) = self.parts
-        if others or not first.piece.is_whole or isinstance(first, Weight):
+        if others or not first.piece.is_whole or not isinstance(first, DeviceWeight):
             yield self.data.data
             return
         if buffer is None:
@@ -151,9 +171,9 @@ class Joined:
             yield buffer.data[:size]
 
 
-def by_tensor(weights: AnyWeights) -> list[Joined]:
+def by_tensor(weights: AnyWeights) -> list[Joined[Held]]:
     """The tensors that pieces are of, in order."""
-    found: dict[TensorMeta, list[Weight | DeviceWeight]] = {}
+    found: dict[TensorMeta, list[Held]] = {}
     for weight in weights.values():
         found.setdefault(weight.piece.tensor, []).append(weight)
     return [Joined(meta, parts) for meta, parts in found.items()]

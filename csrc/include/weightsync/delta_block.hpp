@@ -25,9 +25,26 @@ struct DeltaChange {
     std::uint32_t magnitude;
     std::uint8_t class_index;
     std::uint8_t down;
-    std::uint16_t unused;
+    std::uint8_t key;  // of the old element
+    std::uint8_t unused;
+
+    // In two stores instead of six.
+    WEIGHTSYNC_HD_INLINE void set(std::uint32_t at, std::uint32_t number_in_class,
+                                  std::uint32_t step, std::uint32_t class_down_key) {
+        const std::uint64_t words[2] = {at | std::uint64_t{number_in_class} << 32,
+                                        step | std::uint64_t{class_down_key} << 32};
+        std::memcpy(this, words, sizeof(words));
+    }
 };
 static_assert(sizeof(DeltaChange) == 16);
+
+// What is known of the changes of one piece of a block, before they are numbered.
+struct DeltaFound {
+    std::uint32_t from[kDeltaPiece];
+    std::uint32_t to[kDeltaPiece];
+    std::uint32_t magnitude[kDeltaPiece];
+    std::uint32_t kind[kDeltaPiece];  // class, whether down, key: a byte each
+};
 
 // Arrays have lengths that are no multiple of a page, so that equal indices do not meet in one set
 // of a cache.
@@ -36,6 +53,8 @@ struct DeltaScratch {
     // Encoding: positions, then changes in order of position, then in the order they are coded.
     std::uint32_t found_position[kDeltaBlock + 16];
     DeltaChange found[kDeltaBlock + 16];
+    std::uint32_t found_in_class[kDeltaClasses];
+    DeltaFound piece;
     DeltaChange change[kDeltaBlock + 16];
     // Decoding, in the order they are coded.
     std::uint32_t position[kDeltaBlock + 48];
@@ -48,7 +67,6 @@ struct DeltaScratch {
     std::uint32_t exception_gaps[kDeltaBlock + 48];
     std::uint64_t folded[kDeltaBlock + 24];
     unsigned char coded[(std::size_t{1} << 20) + 64];
-    std::uint8_t class_of[256];  // by key
 };
 
 // `stride` is that of `listed`, in words.

@@ -93,51 +93,60 @@ WEIGHTSYNC_HD_INLINE std::uint32_t delta_flatten(const DeltaScan& scan, std::int
 }
 
 // Appends the changes in chunks [chunk, end) of the scan, in order of position, to `count` of
-// found_*; returns the new count.
+// found_*; returns the new count. One thing after the other for all of them, so that what can be
+// done in vectors is.
 template <DeltaKind kind>
-WEIGHTSYNC_HD_INLINE std::uint32_t delta_find(const unsigned char* old,
-                                              const unsigned char* current, std::uint64_t seed,
-                                              std::uint64_t first_byte, int word_shift,
-                                              std::int64_t chunk, std::int64_t end,
-                                              std::uint32_t count, DeltaScratch* s,
-                                              std::uint64_t* digest) {
+WEIGHTSYNC_HD_INLINE std::uint32_t delta_find(
+    const unsigned char* old, const unsigned char* current, const DeltaParameters& parameters,
+    std::uint64_t seed, std::uint64_t first_byte, int word_shift, std::int64_t chunk,
+    std::int64_t end, std::uint32_t count, DeltaScratch* s, std::uint64_t* digest) {
     using Element = DeltaElement<kind>;
-    const std::uint32_t stop =
-        count + delta_flatten(s->scan, chunk, end, s->found_position + count);
-    std::uint64_t sum = 0;
-    for (; count < stop; ++count) {
-        const std::uint32_t position = s->found_position[count];
-        const std::uint32_t from = delta_load<Element::bytes>(old, position);
-        const std::uint32_t to = delta_load<Element::bytes>(current, position);
-        const std::size_t c = s->class_of[Element::key(from)];
-        const std::size_t at = position / kDeltaChunk;
+    const std::uint32_t* const position = s->found_position + count;
+    const std::uint32_t found = delta_flatten(s->scan, chunk, end, s->found_position + count);
+    DeltaFound* const f = &s->piece;
+    for (std::uint32_t i = 0; i < found; ++i) {
+        f->from[i] = delta_load<Element::bytes>(old, position[i]);
+        f->to[i] = delta_load<Element::bytes>(current, position[i]);
+    }
+    // Keys are below 256: beyond the thresholds that there are, none is reached.
+    std::uint32_t limit[kDeltaThresholds];
+    for (int t = 0; t < kDeltaThresholds; ++t) {
+        limit[t] = t < s->scan.num_thresholds ? parameters.thresholds[t] : 256u;
+    }
+    for (std::uint32_t i = 0; i < found; ++i) {
+        const std::uint32_t key = Element::key(f->from[i]);
+        std::uint32_t c = 0;
+        for (int t = 0; t < kDeltaThresholds; ++t) c += key >= limit[t];
+        std::uint32_t down = 0;
+        f->magnitude[i] = Element::step(f->from[i], f->to[i], &down);
+        f->kind[i] = c | down << 8 | key << 16;
+    }
+    for (std::uint32_t i = 0; i < found; ++i) {
+        const std::size_t c = f->kind[i] & 0xFF;
+        const std::size_t at = position[i] / kDeltaChunk;
         const std::uint64_t members = s->scan.masks[at][c + 1] & ~s->scan.masks[at][c];
         const std::uint64_t earlier =
-            members & ((std::uint64_t{1} << (position % kDeltaChunk)) - 1);
-        std::uint32_t down = 0;
-        const std::uint32_t magnitude = Element::step(from, to, &down);
+            members & ((std::uint64_t{1} << (position[i] % kDeltaChunk)) - 1);
         const std::uint32_t number =
             static_cast<std::uint32_t>(s->scan.before[c + 1][at] - s->scan.before[c][at]) +
             static_cast<std::uint32_t>(__builtin_popcountll(earlier));
-        s->found[count] = {position,
-                           number,
-                           magnitude,
-                           static_cast<std::uint8_t>(c),
-                           static_cast<std::uint8_t>(down),
-                           0};
-        sum += delta_digest_term(seed, first_byte + std::uint64_t{position} * Element::bytes,
-                                 word_shift, from, to);
+        ++s->found_in_class[c];
+        s->found[count + i].set(position[i], number, f->magnitude[i], f->kind[i]);
+    }
+    std::uint64_t sum = 0;
+    for (std::uint32_t i = 0; i < found; ++i) {
+        sum += delta_digest_term(seed, first_byte + std::uint64_t{position[i]} * Element::bytes,
+                                 word_shift, f->from[i], f->to[i]);
     }
     *digest += sum;
-    return count;
+    return count + found;
 }
 
 // Sorts what was found by class, or leaves it in order of position; returns the mode.
 WEIGHTSYNC_HD_INLINE DeltaMode delta_sort(std::uint32_t count, DeltaScratch* s,
                                           DeltaClasses* classes) {
     const int num_classes = s->scan.num_thresholds + 1;
-    std::uint32_t counts[kDeltaClasses] = {};
-    for (std::uint32_t i = 0; i < count; ++i) ++counts[s->found[i].class_index];
+    const std::uint32_t* const counts = s->found_in_class;
     const auto size = static_cast<std::uint32_t>(s->scan.num_elements);
     std::uint32_t class_bits = 0;
     std::uint32_t begin = 0;
@@ -171,9 +180,8 @@ WEIGHTSYNC_HD_INLINE DeltaMode delta_sort(std::uint32_t count, DeltaScratch* s,
 }
 
 // Gaps, exceptions and Golomb orders of all classes.
-template <DeltaKind kind>
-WEIGHTSYNC_HD_INLINE void delta_prepare(const unsigned char* old, const DeltaParameters& parameters,
-                                        DeltaScratch* s, DeltaClasses* classes) {
+WEIGHTSYNC_HD_INLINE void delta_prepare(const DeltaParameters& parameters, DeltaScratch* s,
+                                        DeltaClasses* classes) {
     std::uint32_t gaps = 0;
     std::uint32_t exceptions = 0;
     for (int c = 0; c < classes->count; ++c) {
@@ -185,9 +193,7 @@ WEIGHTSYNC_HD_INLINE void delta_prepare(const unsigned char* old, const DeltaPar
         gaps += DeltaNumbers(changes, classes->size[c]).count;
         const std::uint32_t first = exceptions;
         for (std::uint32_t i = 0; i < changes; ++i) {  // without branches; see delta_flatten
-            const std::uint32_t from =
-                delta_load<DeltaElement<kind>::bytes>(old, s->change[begin + i].position);
-            const std::uint32_t typical = parameters.typical[DeltaElement<kind>::key(from)];
+            const std::uint32_t typical = parameters.typical[s->change[begin + i].key];
             s->exception[exceptions] = i;
             s->folded[exceptions] = typical;
             exceptions += s->change[begin + i].magnitude != typical;
