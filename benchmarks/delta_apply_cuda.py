@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from bench_parts.command import command_line, has_gpus, write_figures
 
-from weightsync.device_patch import DevicePatch, DeviceWrite
+from weightsync.device_patch import DevicePatch, DeviceWrite, Work
 from weightsync.digest import DigestPart, DigestTable
 from weightsync.types import Box, TensorMeta
 
@@ -63,10 +63,10 @@ def measure(num_tensors: int, elements: int, share: float) -> dict[str, Any]:
     patch = DevicePatch(writes, DEVICE)
     torch.cuda.synchronize()
     found: dict[str, Any] = {"upload_s": time.perf_counter() - start}
-    times: dict[str, list[float]] = {"exchange_s": [], "check_s": [], "take_back_s": []}
+    times: dict[str, list[float]] = {"put_s": [], "read_s": [], "take_back_s": []}
     for _ in range(ROUNDS):
-        times["exchange_s"].append(seconds(patch.put))
-        times["check_s"].append(seconds(patch.check))
+        times["put_s"].append(seconds(patch.put))  # writes and reads back
+        times["read_s"].append(seconds(lambda: patch.run(Work.COMPARE)))
         changed = whole.compute(1)
         times["take_back_s"].append(seconds(patch.take_back))
         if any(changed[name] == digest for name, digest in before.items()):
@@ -95,7 +95,7 @@ def main() -> None:
         f"{torch.cuda.get_device_name(DEVICE)}: {found['bytes'] / 1e9:.1f} GB, "
         f"{found['changed']:,} elements changed"
     )
-    for name in ("upload_s", "exchange_s", "check_s", "take_back_s", "digest_all_s"):
+    for name in ("upload_s", "put_s", "read_s", "take_back_s", "digest_all_s"):
         print(f"{name[:-2].replace('_', ' '):12} {found[name] * 1e3:8.2f} ms")
     write_figures(args.json, found)
 

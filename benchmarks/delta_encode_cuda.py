@@ -62,11 +62,13 @@ def check(spans: DeviceSpans, results: list[Any], old: Any, new: Any) -> int:
     return len(chosen)
 
 
-def measure(elements: int, share: float, threads: int) -> dict[str, Any]:
+def measure(
+    elements: int, share: float, threads: int, cores: int, chunk_spans: int
+) -> dict[str, Any]:
     """Seconds of each part, medians."""
     old, new = draw(elements, share)
     places = list(spans_of(TensorMeta("w", "bfloat16", (elements,))))
-    encoder = SpanEncoder(DEVICE)
+    encoder = SpanEncoder(DEVICE, chunk_spans=chunk_spans, num_cores=cores)
 
     def spans() -> DeviceSpans:
         digests = np.zeros(sum(p.num_blocks for p in places), dtype=np.uint64)
@@ -99,6 +101,8 @@ def arguments(doc: str | None) -> argparse.Namespace:
     parser.add_argument("--gib", type=float, default=56, help="of weights")
     parser.add_argument("--share", type=float, default=0.01, help="of elements that change")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--cores", type=int, default=2, help="encoders that take turns")
+    parser.add_argument("--chunk-spans", type=int, default=512, help="that one codes at once")
     args = parser.parse_args()
     spans = 2 if args.tiny else max(1, int(args.gib * (1 << 29)) // SPAN_ELEMENTS)
     args.elements = spans * SPAN_ELEMENTS
@@ -109,7 +113,7 @@ def main() -> None:
     args = arguments(__doc__)
     if not has_gpus():
         return
-    found = measure(args.elements, args.share, args.threads)
+    found = measure(args.elements, args.share, args.threads, args.cores, args.chunk_spans)
     print(
         f"{torch.cuda.get_device_name(DEVICE)}, {args.threads} threads: {found['bytes'] / 1e9:.1f} GB, "
         f"{found['changed']:,} changed, {found['payload']:,} B "

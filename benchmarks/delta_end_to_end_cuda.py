@@ -3,7 +3,7 @@
 A trainer and an engine in one process, both on one GPU, random weights in the shapes of ``--model``;
 before each version a share of the elements moves by one step, small ones rather than large ones.
 
-    python benchmarks/delta_end_to_end_cuda.py [--tiny] [--model NAME] [--share P] [--versions N]
+    python benchmarks/delta_end_to_end_cuda.py [--tiny] [--model NAME] [--share P] [--versions N] [--every N]
 """
 
 from __future__ import annotations
@@ -66,14 +66,18 @@ def shown(phases: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {spent * 1e3:.1f}" for name, spent in phases.items())
 
 
-def run(model: str, share: float, versions: int, device: str, directory: str) -> dict[str, Any]:
-    """What each version took, the first in full."""
+def run(
+    model: str, share: float, versions: int, every: int, device: str, directory: str
+) -> dict[str, Any]:
+    """What each version that was pulled took, the first in full."""
     start_s = time.perf_counter()
     net, served = Net(model, device, is_drawn=True), Net(model, device, is_drawn=False)
     rows: list[dict[str, Any]] = []
     print(f"drawn in {time.perf_counter() - start_s:.1f} s", flush=True)
     snapshot: Any = "host" if device == "cpu" else "device"
-    options = StoreOptions(fold_every=0, anchor_every=0, keep=2, grace_s=0, snapshot=snapshot)
+    options = StoreOptions(
+        fold_every=0, anchor_every=0, keep=every + 1, grace_s=0, snapshot=snapshot
+    )
     with (
         StoreSender(directory, "run", options) as sender,
         Receiver(ModuleAdapter(served)) as receiver,
@@ -85,13 +89,18 @@ def run(model: str, share: float, versions: int, device: str, directory: str) ->
                 update.send(net)
             report = update.report
             published_s = time.perf_counter() - start_s
+            if version % every:
+                sender.wait_for_upkeep()
+                net.step(share, version)
+                continue
             pulled = follower.pull()
             served_s = time.perf_counter() - start_s
             if report is None or not is_same(net, served):
                 raise SystemExit(f"version {version} is not what the engine serves")
             row = {
-                "kind": report.kind, "served_s": served_s, "published_s": published_s,
-                "encode_s": report.encode_s, "publish_s": report.publish_s, "pull_s": pulled.seconds,
+                "kind": report.kind, "pulled": list(pulled.kinds), "served_s": served_s,
+                "published_s": published_s, "encode_s": report.encode_s,
+                "publish_s": report.publish_s, "pull_s": pulled.seconds,
                 "pause_s": pulled.pause_s, "payload_bytes": report.payload_bytes,
                 "total_bytes": report.total_bytes, "num_changed": report.num_changed,
                 "phases": dict(pulled.phases), "on_host": dict(report.on_host),
@@ -100,8 +109,8 @@ def run(model: str, share: float, versions: int, device: str, directory: str) ->
             rows.append(row)
             print(report, flush=True)
             print(
-                f"  served {served_s:.3f} s = published {published_s:.3f} s "
-                f"+ pull {pulled.seconds:.3f}; pause {pulled.pause_s * 1e3:.1f} ms; "
+                f"  served {served_s:.3f} s = published {published_s:.3f} s + pull {pulled.seconds:.3f} "
+                f"({', '.join(pulled.kinds)}); pause {pulled.pause_s * 1e3:.1f} ms; "
                 f"on the host {dict(report.on_host)}"
             )
             print(f"  publish, ms: {shown(report.phases)}")
@@ -116,6 +125,9 @@ def main() -> None:
     parser.add_argument("--model", choices=model_names(), default="qwen3-8b")
     parser.add_argument("--share", type=float, default=0.01, help="of elements that change")
     parser.add_argument("--versions", type=int, default=4, help="behind the first one")
+    parser.add_argument(
+        "--every", type=int, default=1, help="the engine pulls one version in so many"
+    )
     args = parser.parse_args()
     if not args.tiny and not has_gpus():
         return
@@ -123,7 +135,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
         model = "tiny" if args.tiny else args.model
         device = DEVICE if has_cuda or not args.tiny else "cpu"
-        found = run(model, args.share, args.versions, device, directory)
+        found = run(model, args.share, args.versions, args.every, device, directory)
     write_figures(args.json, found)
 
 

@@ -7,6 +7,7 @@ what others do on a CPU, timed from the first byte to the last acknowledgement:
 
     memcpy              the ceiling: one thread, pre-faulted 4 KiB pages, the same bytes
     ipc direct          the engine reads the trainer's memory, in place; with two threads, and with one
+    ipc direct, 1 call  the same by ``update_weights``: one exchange, of which the move is timed by the engine
     ipc stream          through a ring of slots
     p2p direct          NIXL READ
     p2p stream
@@ -47,6 +48,7 @@ from weightsync.digest import digest_tensors
 from weightsync.memory import HostMemory
 from weightsync.presets import get_preset
 from weightsync.receiver import Receiver
+from weightsync.report import UpdateReport
 from weightsync.sender import Sender
 
 BATCH_BYTES = 64 * 2**20
@@ -140,6 +142,19 @@ def join_gloo(store: str, rank: int) -> None:
 # --- the trainer's ways ---------------------------------------------------------------------------
 
 
+Update = Callable[[Any, Tensors, int], UpdateReport]
+
+
+def in_stages(sender: Any, tensors: Tensors, version: int) -> UpdateReport:
+    with sender.update(version=version) as update:
+        update.send(tensors)
+    return update.report
+
+
+def in_one_call(sender: Any, tensors: Tensors, version: int) -> UpdateReport:
+    return sender.update_weights(tensors, version=version)
+
+
 @dataclass
 class Way:
     """One way to move everything; ``run`` returns the seconds of the movement."""
@@ -175,16 +190,14 @@ class Trainer:
         native.memcpy_bytes(target.ptr, source.ptr, self.num_bytes, num_threads=1)
         return time.perf_counter() - start_s
 
-    def ours(self, transport: str, contract: str) -> float:
+    def ours(self, transport: str, contract: str, update: Update) -> float:
         """A whole update; the move phase of it. A connection of its own each time, warmed up."""
         options = {"contract": contract, "placement": "in_place", "bucket": BATCH_BYTES}
         with Sender.connect([self._url], transport=transport, **options) as sender:
             for _ in range(2):  # the first one plans and registers
                 self._version += 1
-                with sender.update(version=self._version) as update:
-                    update.send(self.tensors)
-        assert update.report is not None
-        return update.report.engines[0].phases["move"]
+                report = update(sender, self.tensors, self._version)
+        return report.engines[0].phases["move"]
 
     def gloo_per_tensor(self) -> float:
         self._pipe.send("gloo per tensor")
@@ -215,10 +228,11 @@ class Trainer:
     def ways(self) -> list[Way]:
         return [
             Way("memcpy, 1 thread", self.memcpy),
-            Way("ipc direct", lambda: self.ours("ipc", "direct")),
-            Way("ipc stream", lambda: self.ours("ipc", "stream")),
-            Way("p2p direct", lambda: self.ours("p2p", "direct")),
-            Way("p2p stream", lambda: self.ours("p2p", "stream")),
+            Way("ipc direct", lambda: self.ours("ipc", "direct", in_stages)),
+            Way("ipc direct, 1 call", lambda: self.ours("ipc", "direct", in_one_call)),
+            Way("ipc stream", lambda: self.ours("ipc", "stream", in_stages)),
+            Way("p2p direct", lambda: self.ours("p2p", "direct", in_stages)),
+            Way("p2p stream", lambda: self.ours("p2p", "stream", in_stages)),
             Way("gloo per tensor", self.gloo_per_tensor),
             Way("gloo packed", self.gloo_packed),
             Way("pickled over a pipe", self.pickled),

@@ -9,9 +9,10 @@ its first step to the engine's last acknowledgement. The peers are our own writi
                         acknowledged bucket by bucket
     handle a tensor     CUDA IPC handles of all tensors in one message, a copy each
 
-They verify nothing; ours are whole transactions, digests included. Everything is checked before it is timed;
-rounds are interleaved, with rests in which the device clears what the way before gave back; the floor is
-one device copy of as many bytes, taken in every round.
+They verify nothing; ours are whole transactions, digests included: an update that is sent to, and the same
+in one call (``update_weights``), which is one exchange. Everything is checked before it is timed; rounds are
+interleaved, with rests in which the device clears what the way before gave back; the floor is one device copy
+of as many bytes, taken in every round.
 
     python benchmarks/refit_peers_cuda.py [--tiny] [--rounds N] [--model NAME ...] [--only ours] [--json FILE]
 """
@@ -25,6 +26,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -52,6 +54,8 @@ CLEARING_S = 0.2
 VERIFIES = ("read", "read_back")
 #: From begin to commit; before them a trainer looks at its tensors, publishes and digests them.
 STAGES = ("begin", "move", "prepare", "commit")
+#: The stages alone, and with what the trainer does between two requests.
+ALL_STAGES, SESSION = "begin to commit", "by the clock"
 LIMITS = {"deadline_s": LIMIT_S, "commit_timeout_s": LIMIT_S, "request_timeout_s": LIMIT_S}
 
 Tensors = dict[str, torch.Tensor]
@@ -198,6 +202,11 @@ class Trainer:
             update.send(self.tensors)
         self.phases = dict(update.report.engines[0].phases)
 
+    def ours_in_one_call(self, verify: str) -> None:
+        self._version += 1
+        report = self._senders[verify].update_weights(self.tensors, version=self._version)
+        self.phases = dict(report.engines[0].phases)
+
     def flattened_buckets(self) -> None:
         self._pipe.send("bucket")
         for places in buckets(self.tensors, self._bucket_bytes):
@@ -239,8 +248,11 @@ class Trainer:
 
     def ways(self) -> dict[str, Callable[[], None]]:
         return {
-            "ours, verify=read": lambda: self.ours("read"),
-            "ours, verify=read_back": lambda: self.ours("read_back"),
+            **{f"ours, verify={verify}": partial(self.ours, verify) for verify in VERIFIES},
+            **{
+                f"ours in one call, {verify}": partial(self.ours_in_one_call, verify)
+                for verify in VERIFIES
+            },
             "flattened buckets": self.flattened_buckets,
             "packed bucket": self.packed_bucket,
             "handle a tensor": self.handle_a_tensor,
@@ -274,10 +286,12 @@ def measure(
         trainer.check(name, way, version)
         trainer.tidy()
     parts = {
-        name: f"  {verify}: begin to commit" for name, verify in zip(ways, VERIFIES, strict=False)
+        name: f"  {name.removeprefix('ours').strip(' ,')}: "
+        for name in ways
+        if name.startswith("ours")
     }
     seconds: dict[str, list[float]] = {"one copy": []} | {name: [] for name in ways}
-    seconds |= {part: [] for part in parts.values()}
+    seconds |= {part + what: [] for part in parts.values() for what in (ALL_STAGES, SESSION)}
     phases: dict[str, list[dict[str, float]]] = {}
     for version in range(rounds):
         flip(trainer.tensors, mask_of(version))
@@ -289,7 +303,9 @@ def measure(
             seconds[name].append(time.perf_counter() - start_s)
             if name in parts:
                 phases.setdefault(name, []).append(trainer.phases)
-                seconds[parts[name]].append(sum(trainer.phases.get(s, 0.0) for s in STAGES))
+                stages_s = sum(trainer.phases.get(s, 0.0) for s in STAGES)
+                seconds[parts[name] + ALL_STAGES].append(stages_s)
+                seconds[parts[name] + SESSION].append(trainer.phases["session"])
             trainer.tidy()
     medians = {
         name: {phase: statistics.median(p.get(phase, 0.0) for p in found) for phase in found[-1]}
@@ -325,12 +341,12 @@ def run(model: str, device: str, rounds: int, only: str = "") -> dict[str, Any]:
 def report(result: dict[str, Any]) -> None:
     floor_s = result["rows"][0]["median_s"]
     print(f"\n{result['model']}: {result['num_tensors']} tensors, {result['num_bytes']:,} B")
-    print(f"{'way':<24}{'median ms':>11}{'min ms':>10}{'GB/s':>9}{'x one copy':>12}")
+    print(f"{'way':<40}{'median ms':>11}{'min ms':>10}{'GB/s':>9}{'x one copy':>12}")
     for row in result["rows"]:
         median_s = row["median_s"]
         rate = result["num_bytes"] / median_s / 1e9
         print(
-            f"{row['way']:<24}{median_s * 1e3:>11.2f}{min(row['seconds']) * 1e3:>10.2f}"
+            f"{row['way']:<40}{median_s * 1e3:>11.2f}{min(row['seconds']) * 1e3:>10.2f}"
             f"{rate:>9.1f}{median_s / floor_s:>12.2f}",
             flush=True,
         )

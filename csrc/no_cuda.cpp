@@ -60,7 +60,7 @@ CudaPatchTable::CudaPatchTable(const PatchRow*, std::int64_t, int device) {
     fail("CudaPatchTable", device);
 }
 CudaPatchTable::~CudaPatchTable() = default;
-std::int64_t CudaPatchTable::run(std::uintptr_t, PatchWork) { return 0; }
+PatchFound CudaPatchTable::run(std::uintptr_t, const std::vector<PatchWork>&) { return {}; }
 void CudaPatchTable::close() {}
 
 struct CudaDeltaEncoder::State {};
@@ -121,6 +121,7 @@ void cuda_record_event(std::uint64_t, std::uint64_t, int device) {
     fail("cuda_record_event", device);
 }
 double cuda_elapsed_s(std::uint64_t, std::uint64_t, int device) { fail("cuda_elapsed_s", device); }
+void cuda_wait_event(std::uint64_t, int device) { fail("cuda_wait_event", device); }
 bool cuda_event_passed(std::uint64_t, int device) { fail("cuda_event_passed", device); }
 void cuda_synchronize(int device) { fail("cuda_synchronize", device); }
 void cuda_copy(std::uint64_t, std::uint64_t, std::uint64_t, int device) {

@@ -323,7 +323,7 @@ def test_a_connection_that_idled_too_long_is_made_anew(
     handler: Handler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A trainer's step may take longer than a server keeps a silent connection."""
-    monkeypatch.setattr(control, "_IDLE_LIMIT_S", 0.05)
+    monkeypatch.setattr(control, "_IDLE_LIMIT_S", 0.2)
     closed = threading.Semaphore(0)
     base = control._handler_class
 

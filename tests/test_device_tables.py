@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from engine_adapter.tensors import TensorEngine, _check_slot
 from weightsync import device_tables, native
 from weightsync.device_tables import (
+    CudaCopy,
     HostBuffer,
     KeptBuffer,
     bytes_at,
@@ -184,6 +186,33 @@ def test_what_is_done_meanwhile_is_done_before_the_copy_is_waited_for(with_diges
         copy.run(meanwhile=moved)
     landed = bytes_at(target, values.nbytes, "cuda:0").view(np.uint32)
     assert np.array_equal(landed, other), "the error came when nothing was under way"
+    copy.close()
+    for memory in memories:
+        memory.close()
+
+
+@pytest.mark.gpu
+def test_digests_that_are_begun_behind_a_copy_are_of_what_it_brought() -> None:
+    """A copy that takes the device some time: digests beside it would see what was there before."""
+    num_words = 2**27
+    values = np.arange(num_words, dtype=np.uint32)
+    memories = [private_memory(values.nbytes, "cuda:0") for _ in range(2)]
+    source, target = (m.ptr for m in memories)
+    native.extension.cuda_copy(source, values.ctypes.data, values.nbytes, 0)
+    rows = table(segment_rows((num_words,), source=(source, (4,), 4), target=(target, (4,), 4)), 13)
+    args = {"strides_bytes": (4,), "index_strides": (1,), "start_index": 0, "item": 4, "seed": 7}
+    of_target = digest_rows((num_words,), ptr=target, **args)
+    digests = owned_digests(of_target, [0] * len(of_target), 1, "cuda:0")
+    before = digests.run(1)
+    copy, waits = segment_copy(rows, "cuda:0"), []
+    assert isinstance(copy, CudaCopy)
+    with ThreadPoolExecutor(1) as aside:
+        copy.run(meanwhile=lambda: waits.append(digests.start(1, aside)))
+        assert 0 < copy.device_s < 1
+        found = waits[0]()
+    here = table(digest_rows((num_words,), ptr=int(values.ctypes.data), **args), 15)
+    assert found.tolist() == [int(native.digest_segments(here).sum())]
+    assert found.tolist() != before.tolist()
     copy.close()
     for memory in memories:
         memory.close()

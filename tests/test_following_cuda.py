@@ -80,11 +80,14 @@ def test_a_check_that_fails_is_taken_back(tmp_path: Path, monkeypatch: pytest.Mo
         assert update.report is not None
         assert Store(tmp_path, "run").latest() == 1
 
-        def fail(patch: DevicePatch) -> None:
+        put = DevicePatch.put
+
+        def fail(patch: DevicePatch) -> int:
+            put(patch)
             raise IntegrityError("as if it were not there")
 
         before = [p.clone() for p in served.parameters()]
-        monkeypatch.setattr(DevicePatch, "check", fail)
+        monkeypatch.setattr(DevicePatch, "put", fail)
         seen = []
         discard = DevicePatch.take_back
         monkeypatch.setattr(

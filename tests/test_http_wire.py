@@ -5,11 +5,19 @@ from __future__ import annotations
 import http.client
 import io
 import socket
+import threading
 import time
 
 import pytest
 
-from weightsync.http_wire import read_headers, read_response, request_bytes, response_bytes
+from weightsync.http_wire import (
+    read_headers,
+    read_response,
+    request_bytes,
+    response_bytes,
+    wait_awake,
+    wait_expected,
+)
 
 LIMIT_BYTES = 10_000
 
@@ -86,3 +94,45 @@ def test_a_limit_that_is_over() -> None:
 def test_a_request_is_one_piece() -> None:
     found = request_bytes("h", "/p", {"A": "b"}, b"body")
     assert found == b"POST /p HTTP/1.1\r\nHost: h\r\nContent-Length: 4\r\nA: b\r\n\r\nbody"
+
+
+# --- waiting ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("limit_s", [None, 5.0])
+def test_a_wait_stays_awake_whatever_limit_the_socket_has(limit_s: float | None) -> None:
+    """A socket with a limit sleeps in each call that could wait, also in one that must not."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.settimeout(limit_s)
+        start_s, start_cpu_s = time.monotonic(), time.thread_time()
+        assert not wait_awake(ours, 0.05)
+        assert 0.05 <= time.monotonic() - start_s < 1.0
+        assert time.thread_time() > start_cpu_s + 0.002
+        assert ours.gettimeout() == limit_s
+        theirs.sendall(b"x")
+        assert wait_awake(ours, 0.05)
+        assert ours.recv(1) == b"x", "it was only looked at"
+
+
+def test_what_is_expected_later_is_slept_for() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        start_s, start_cpu_s = time.monotonic(), time.thread_time()
+        wait_expected(ours, 0.2)
+        assert 0.2 <= time.monotonic() - start_s < 1.0
+        assert time.thread_time() < start_cpu_s + 0.05
+        timer = threading.Timer(0.05, theirs.sendall, [b"x"])
+        timer.start()
+        start_s = time.monotonic()
+        wait_expected(ours, 0.2)
+        assert time.monotonic() - start_s < 0.19, "what comes before it is due wakes"
+        timer.join()
+
+
+def test_what_takes_long_is_not_waited_for_awake() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        start_s = time.monotonic()
+        wait_expected(ours, 10.0)
+        assert time.monotonic() - start_s < 1.0

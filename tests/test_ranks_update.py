@@ -186,6 +186,31 @@ def test_every_rank_of_a_trainer_gives_its_part(
         assert only(reports[0]).num_bytes == held, "replicas are sent once"
 
 
+@pytest.mark.parametrize("num_trainers", [1, 2])
+def test_ranks_update_in_one_call(num_trainers: int) -> None:
+    ranks = engine_ranks(weights(0), 2)
+    with job(ranks, num_trainers=num_trainers, contract="direct") as both:
+        for version in (1, 2):
+            whole = weights(version)
+            parts = stages(whole, num_trainers)
+            reports = both.on_trainer_ranks(
+                lambda rank, sender, v=version, p=parts: sender.update_weights(p[rank], version=v)
+            )
+            served(ranks, version, whole)
+            assert reports == [reports[0]] * num_trainers
+            assert only(reports[0]).outcome is Outcome.COMMITTED
+        ranks[1].fail_in = "prepare"
+
+        def failing(rank: int, sender: Any) -> BaseException:
+            with pytest.raises(UpdateFailedError) as caught:
+                sender.update_weights(weights(3), version=3)
+            assert caught.value.report is not None
+            return caught.value
+
+        for error in both.on_trainer_ranks(failing):
+            assert not error.report.is_committed  # type: ignore[attr-defined]
+
+
 def test_several_trainer_ranks_update_several_engines() -> None:
     engines = [engine_ranks(weights(0), size) for size in (2, 1, 2)]
     with job(*engines, num_trainers=2) as both:

@@ -13,7 +13,14 @@ import pytest
 from weightsync.errors import ConfigError
 from weightsync.naming import Drop, Rename
 from weightsync.options import resolve_options
-from weightsync.sources import ModuleSource, NamedSource, chunks, resolve_bucket
+from weightsync.sources import (
+    ModuleSource,
+    NamedSource,
+    chunks,
+    listed_pairs,
+    pairs,
+    resolve_bucket,
+)
 from weightsync.types import CastPolicy, ContractChoice, PauseMode, Placement, VerifyMode
 
 
@@ -260,3 +267,20 @@ def test_options_that_cannot_be(options: dict[str, Any], words: str) -> None:
         resolve_options(2**20, **options)
     with pytest.raises(ConfigError, match="bucket of 100 B"):
         resolve_options(100)
+
+
+@pytest.mark.parametrize("kind", [list, tuple, iter])
+def test_pairs_that_are_looked_at_together(kind: Any) -> None:
+    """The same as one by one, whatever they come in."""
+
+    class Name(str):
+        __slots__ = ()
+
+    good = [("a", 1), (Name("b"), 2), ("c", None)]
+    assert listed_pairs(kind(good)) == list(pairs(good)) == good
+    assert listed_pairs(kind([])) == []
+    for wrong in ([("a", 1), ("b",)], [("a", 1), ("b", 2, 3)], [(1, 2)], [["a", 1]], ["ab"], [()]):
+        with pytest.raises(ConfigError, match=r"\(name, tensor\) pairs"):
+            listed_pairs(kind(wrong))
+    with pytest.raises(ConfigError, match="int cannot be sent"):
+        listed_pairs(3)

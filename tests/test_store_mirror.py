@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from weightsync.codec import Variant
-from weightsync.store import LocalCheckpoint, Publisher, Store
+from weightsync.store import LocalCheckpoint, Publisher, Store, mirror
 from weightsync.store.cutting import Cut, Cutter
 from weightsync.store.pieces import first_byte
 from weightsync.store.weights import DeviceWeight, Weight, pieces_of
@@ -56,8 +56,12 @@ def payload(store: Store, version: int) -> bytes:
     return b"".join((Path(str(folder)) / entry.name).read_bytes() for entry in manifest.files)
 
 
-@pytest.mark.parametrize("shift_bytes", [0, 2])
-def test_versions_are_those_of_the_host(tmp_path: Path, shift_bytes: int) -> None:
+@pytest.mark.parametrize(("shift_bytes", "advance_bytes"), [(0, 1 << 30), (0, 1), (2, 1)])
+def test_versions_are_those_of_the_host(
+    tmp_path: Path, shift_bytes: int, advance_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether all tensors advance in one launch, or each in its own."""
+    monkeypatch.setattr(mirror, "ADVANCE_BYTES", advance_bytes)
     placed = Placed(shift_bytes)
     there = Publisher(Store(tmp_path, "device"), is_mirrored=True, num_threads=2)
     here = Publisher(Store(tmp_path, "host"), num_threads=2)

@@ -137,6 +137,21 @@ def test_ranks_of_a_trainer_and_ranks_of_an_engine_meet_in_pieces(tmp_path: Path
             served(engine, version, version)
 
 
+def test_ranks_publish_in_one_call(tmp_path: Path) -> None:
+    with trainer(tmp_path / "store", 2) as ranks:
+        for version in range(2):
+
+            def publish(rank: int, version: int = version) -> Any:
+                return ranks.senders[rank].update_weights(
+                    ranks.parts(version, rank), version=version
+                )
+
+            first, second = ranks.pool.map(publish, range(2))
+            assert first.version == second.version == version
+            assert first.root == ranks.senders[0].store.manifest(version).target.root
+        check(tmp_path / "store", tmp_path / "local", 1)
+
+
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_rank_that_leaves_makes_the_version_not_be(tmp_path: Path, failing: int) -> None:
     with trainer(tmp_path / "store") as ranks:

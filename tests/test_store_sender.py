@@ -59,6 +59,18 @@ def same(net: Any, other: Any) -> bool:
     return all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in pairs)
 
 
+def test_one_call_waits_until_the_version_is_visible(tmp_path: Path) -> None:
+    net, served = model(0), model(1)
+    with connect(tmp_path) as sender, Receiver(ModuleAdapter(served)) as receiver:
+        report = sender.update_weights(net, version=3)
+        assert (report.version, report.kind) == (3, "full")
+        assert sender.store.versions() == [3]
+        assert receiver.follow(tmp_path).pull().version == 3
+        assert same(net, served)
+        with pytest.raises(VersionError):
+            sender.update_weights(net, version=3)
+
+
 def test_a_module_is_published_behind_the_next_step_and_followed(tmp_path: Path) -> None:
     net, served = model(0), model(1)
     with connect(tmp_path) as sender, Receiver(ModuleAdapter(served)) as receiver:

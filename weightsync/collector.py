@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from weightsync.naming import Rule, check_used
-from weightsync.sources import ModuleSource, NamedSource, chunks, pairs
+from weightsync.sources import ModuleSource, NamedSource, chunks, listed_pairs
 from weightsync.tensors import LocalTensors, local_tensors
 from weightsync.types import CastPolicy, RegionKind
 
@@ -40,6 +40,12 @@ class Collector:
         if len(found) == len(everyone):  # a mapping need not have all that a rule speaks of
             check_used(self._module.rules, frozenset().union(*found))
 
+    @staticmethod
+    def is_one_part(source: Any) -> bool:
+        """Whether all of a source is collected at once."""
+        is_mapping = hasattr(source, "items") or isinstance(source, list | tuple)
+        return is_mapping or hasattr(source, "named_parameters")
+
     def collect(self, source: Any) -> Iterator[tuple[LocalTensors, Mapping[str, str]]]:
         """Each part with what the rules dropped of it. Modules, mappings and lists are one part; a
         generator is one for each bucket. Raises :class:`ConfigError` for what cannot be sent."""
@@ -49,7 +55,7 @@ class Collector:
             return
         if hasattr(source, "items") or isinstance(source, list | tuple):
             named = source.items() if hasattr(source, "items") else source
-            listed = list(pairs(named))  # kept alive here until they were sent
+            listed = listed_pairs(named)  # kept alive here until they were sent
             yield self._named.collect(listed)
             return
         place = {"rank": self._rank, "world_size": self._world_size}

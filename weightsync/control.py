@@ -82,9 +82,16 @@ class ControlClient(Protocol):
         """Whether a call goes to another process, so that two at once are quicker than one by one."""
         ...
 
-    def call(self, request: Request, *, limit_s: float) -> dict[str, Any]:
+    def call(
+        self, request: Request, *, limit_s: float, meanwhile: Callable[[], None] | None = None
+    ) -> dict[str, Any]:
         """Send and wait for the answer. Raises the engine's error, :class:`DeadlineError` or
-        :class:`PeerLostError`. ``{"pending": true}`` in an answer: ask again."""
+        :class:`PeerLostError`. ``{"pending": true}`` in an answer: ask again. ``meanwhile`` is called once
+        the request was sent; what it raises is raised."""
+        ...
+
+    def aside(self) -> ControlClient:
+        """For calls while one of this thread is under way; closed with this one."""
         ...
 
     def close(self) -> None: ...
@@ -99,8 +106,15 @@ class LocalClient:
         self._handler = handler
         self.peer = peer
 
-    def call(self, request: Request, *, limit_s: float) -> dict[str, Any]:
+    def call(
+        self, request: Request, *, limit_s: float, meanwhile: Callable[[], None] | None = None
+    ) -> dict[str, Any]:
+        if meanwhile is not None:
+            meanwhile()
         return dict(self._handler(request))
+
+    def aside(self) -> LocalClient:
+        return self
 
     def close(self) -> None:
         return None
@@ -113,17 +127,27 @@ class HttpClient:
     is_remote = True
 
     def __init__(self, url: str, token: str | None) -> None:
-        self._host, self._port = _host_and_port(url)
+        self._url, (self._host, self._port) = url, _host_and_port(url)
         self.peer = f"engine {self._host}:{self._port}"
         if token is not None and not (token.isascii() and token.isprintable()):
             raise ConfigError("a token is printable ASCII: it travels in a header")
         self._token = token
         self._local = threading.local()
         self._all: set[socket.socket] = set()
+        self._took_s: dict[str, float] = {}  # the last exchange of each kind
         self._lock = threading.Lock()  # close() comes from another thread than a heartbeat
         self._is_closed = False
+        self._aside: HttpClient | None = None
 
-    def call(self, request: Request, *, limit_s: float) -> dict[str, Any]:
+    def aside(self) -> HttpClient:
+        with self._lock:
+            if self._aside is None:
+                self._aside = HttpClient(self._url, self._token)
+            return self._aside
+
+    def call(
+        self, request: Request, *, limit_s: float, meanwhile: Callable[[], None] | None = None
+    ) -> dict[str, Any]:
         verb = verb_of(request)
         body = request_json(request).encode()
         if len(body) > MAX_BODY_BYTES:
@@ -131,9 +155,12 @@ class HttpClient:
         headers = {"Content-Type": "application/json"}
         if self._token is not None:
             headers["Authorization"] = f"Bearer {self._token}"
-        start_s = time.monotonic()
+        start_s, name = time.monotonic(), name_of(request)
         try:
-            status, answer = self._exchange(verb, body, headers, max(limit_s, 1e-3))
+            usual_s = self._took_s.get(name, 0.0)
+            exchange = (verb, body, headers, max(limit_s, 1e-3), usual_s)
+            status, answer = self._exchange(*exchange, meanwhile)
+            self._took_s[name] = time.monotonic() - start_s
         except TimeoutError as error:
             self._drop()
             elapsed_s = time.monotonic() - start_s
@@ -151,7 +178,13 @@ class HttpClient:
         return _parse_answer(status, answer, self.peer)
 
     def _exchange(
-        self, verb: str, body: bytes, headers: Mapping[str, str], limit_s: float
+        self,
+        verb: str,
+        body: bytes,
+        headers: Mapping[str, str],
+        limit_s: float,
+        usual_s: float,
+        meanwhile: Callable[[], None] | None,
     ) -> tuple[int, bytes]:
         until_s = time.monotonic() + limit_s
         sock: socket.socket | None = getattr(self._local, "sock", None)
@@ -162,7 +195,11 @@ class HttpClient:
             sock = self._connect(limit_s)
         sock.settimeout(limit_s)
         sock.sendall(request_bytes(self._host, PATH_PREFIX + verb, headers, body))
-        status, answer, is_last = read_response(sock, until_s, MAX_BODY_BYTES)
+        if meanwhile is not None:
+            sent_s = time.monotonic()
+            meanwhile()
+            usual_s -= time.monotonic() - sent_s
+        status, answer, is_last = read_response(sock, until_s, MAX_BODY_BYTES, usual_s)
         if is_last:
             self._drop()
         return status, answer
@@ -197,6 +234,9 @@ class HttpClient:
         with self._lock:
             self._is_closed = True
             sockets, self._all = self._all, set()
+            aside, self._aside = self._aside, None
+        if aside is not None:
+            aside.close()
         for sock in sockets:
             with suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
@@ -273,16 +313,21 @@ def _ask_until(
     take: Callable[[dict[str, Any]], bool],
     limit_s: float,
     stage: str,
+    meanwhile: Callable[[], None] | None = None,
 ) -> None:
-    """Ask while ``take`` says of the answer that something is pending."""
+    """Ask while ``take`` says of the answer that something is pending. ``meanwhile``: see
+    :meth:`ControlClient.call`; the first time only."""
     start_s = time.monotonic()
+    first: dict[str, Any] = {} if meanwhile is None else {"meanwhile": meanwhile}
     while True:
         left_s = limit_s - (time.monotonic() - start_s)
         if left_s <= 0:
             raise DeadlineError(client.peer, stage, limit_s, time.monotonic() - start_s)
         wait_s = min(POLL_S, left_s)
         try:
-            answer = client.call(make_request(wait_s), limit_s=min(left_s + 0.5, wait_s + _GRACE_S))
+            request, call_s = make_request(wait_s), min(left_s + 0.5, wait_s + _GRACE_S)
+            once, first = first, {}
+            answer = client.call(request, limit_s=call_s, **once)
         except DeadlineError as error:
             if error.__cause__ is None:
                 raise  # not the exchange ran out, but something at the engine, which says so
@@ -297,6 +342,7 @@ def wait_for_stages(
     *,
     limit_s: float,
     stage: str,
+    meanwhile: Callable[[], None] | None = None,
 ) -> list[dict[str, Any]]:
     """The same for several stages that are asked for together: the answer of each."""
     answers: list[dict[str, Any]] = []
@@ -317,7 +363,7 @@ def wait_for_stages(
             )
         return is_pending
 
-    _ask_until(client, ask, take, limit_s, stage)
+    _ask_until(client, ask, take, limit_s, stage, meanwhile)
     return answers
 
 

@@ -45,6 +45,7 @@ class SlotIndex:
         self.num_bytes: Int64Array = np.array(sizes, dtype=np.int64)
         opaque = [layout.tensors[i].kind is SlotKind.OPAQUE for i, _ in self.keys]
         self.is_opaque: BoolArray = np.array(opaque, dtype=bool)
+        self.has_opaque = any(opaque)
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -150,6 +151,7 @@ class Coverage:
         self._is_complete = np.zeros(len(index), dtype=bool)
         self._missing_bytes: Int64Array = np.zeros(len(index), dtype=np.int64)
         self._moves: dict[int, _Move] = {}
+        self._scope: tuple[Collection[str] | None, BoolArray] | None = None  # names last asked for
 
     def expect(self, move: int, share: PlanShare) -> None:
         """A plan is about to be moved. Raises if it brings a slot that was brought before."""
@@ -223,9 +225,18 @@ class Coverage:
         self._is_complete |= self._is_expected
         self._is_expected[:] = False
 
+    def is_whole_with_expected(self, names: Collection[str] | None) -> bool:
+        """Whether nothing of the scope is missing once the moves under way have ended."""
+        return bool((self._is_complete | self._is_expected | ~self._wanted(names)).all())
+
+    def _wanted(self, names: Collection[str] | None) -> BoolArray:
+        if self._scope is None or self._scope[0] != names:
+            self._scope = (names, self._index.mask(names))
+        return self._scope[1]
+
     def check_scope(self, names: Collection[str] | None) -> None:
         """Exactly the scope arrived. Raises :class:`MissingNameError` or :class:`ProtocolError`."""
-        wanted = self._index.mask(names)
+        wanted = self._wanted(names)
         missing = sorted(set(self._index.names(np.flatnonzero(wanted & ~self._is_complete))))
         if missing:
             scope = "the whole engine" if names is None else "the declared scope"

@@ -82,16 +82,18 @@ def _block_rows(meta: TensorMeta, ptr: int) -> npt.NDArray[np.int64]:
 
 
 class DeviceDeltas:
-    """What deltas do to tensors of a device. ``writes`` by tensor; valid until :meth:`close`.
-    ``seconds``: where the time went."""
+    """What deltas do to tensors of a device. ``writes``, and the block ``digests`` that there will be, by
+    tensor; valid until :meth:`close`. ``seconds``: where the time went."""
 
     def __init__(
         self,
         writes: Sequence[Sequence[DeviceWrite | DecodedWrite]],
+        digests: Sequence[Digests],
         decoded: DecodedSpans,
         seconds: Mapping[str, float],
     ) -> None:
-        self.writes, self._decoded, self.seconds = writes, decoded, seconds
+        self.writes, self.digests, self.seconds = writes, digests, seconds
+        self._decoded = decoded
 
     def close(self) -> None:
         """Free what was decoded. Idempotent."""
@@ -105,10 +107,10 @@ def decode_there(
     *,
     buffer: Bytes | None = None,
     num_threads: int = 1,
-    lane: int = 0,
+    decoder: SpanDecoder | None = None,
 ) -> DeviceDeltas:
-    """``digests`` are the block digests of the live tensors; ``buffer`` is as in :class:`CodedSpans`,
-    ``lane`` as in :class:`SpanDecoder`. Nothing is written.
+    """``digests`` are the block digests of the live tensors; ``buffer`` is as in :class:`CodedSpans`.
+    ``decoder`` is that of a caller who has more to decode; None: one is made. Nothing is written.
 
     Raises :class:`IntegrityError` naming a tensor that would not be what it must be: a record is
     damaged, or live weights are not its base.
@@ -124,14 +126,16 @@ def decode_there(
         np.concatenate([_NONE, *map(_digests_of, deltas, digests)]),
         buffer,
     )
-    decoder = SpanDecoder(device, lane)
+    used = SpanDecoder(device) if decoder is None else decoder
     try:
-        decoded = decoder.decode(coded, num_threads)
-        seconds = decoder.seconds
+        decoded = used.decode(coded, num_threads)
+        seconds = used.seconds
     finally:
-        decoder.close()
+        if decoder is None:
+            used.close()
     try:
-        return DeviceDeltas(_settle(deltas, digests, coded, decoded, device), decoded, seconds)
+        writes, new_digests = _settle(deltas, digests, coded, decoded, device)
+        return DeviceDeltas(writes, new_digests, decoded, seconds)
     except BaseException:
         decoded.close()
         raise
@@ -143,30 +147,30 @@ def _settle(
     coded: CodedSpans,
     decoded: DecodedSpans,
     device: str,
-) -> list[list[DeviceWrite | DecodedWrite]]:
-    """What each delta writes. Raises if anything would not be what it must."""
+) -> tuple[list[list[DeviceWrite | DecodedWrite]], list[Digests]]:
+    """What each delta writes, and the digests then. Raises if anything would not be what it must."""
     found: list[list[DeviceWrite | DecodedWrite]] = []
+    new_digests: list[Digests] = []
     number = first = 0
     for delta, old in zip(deltas, digests, strict=True):
         writes: list[DeviceWrite | DecodedWrite] = []
-        begin = first
+        result = old.copy()
         for place, record in delta.records:
             span, width = decoded.spans[number], place.kind.element_bytes
             target_ptr, end = coded.old_ptrs[number], first + place.num_blocks
             if span.outcome is Outcome.DECODED:
-                writes.append(
-                    DecodedWrite(target_ptr, span.positions_ptr, span.values_ptr, span.count, width)
-                )
+                at = (span.positions_ptr, span.values_ptr, span.count)
+                writes.append(DecodedWrite(target_ptr, *at, width, place))
             else:
                 new = decoded.digests[first:end]
                 new[:] = coded.digests[first:end]
                 writes.append(_decode_here(delta.meta, place, record, target_ptr, new, device))
+            span_digests(result, place)[:] = decoded.digests[first:end]
             number, first = number + 1, end
-        parts = (old, coded.digests[begin:first], decoded.digests[begin:first])
-        unchanged, before, after = (int(d.sum(dtype=np.uint64)) for d in parts)
-        _check(delta, (unchanged - before + after) % (1 << 64))
+        _check(delta, int(result.sum(dtype=np.uint64)))
         found.append([write for write in writes if write.count])
-    return found
+        new_digests.append(result)
+    return found, new_digests
 
 
 def _digests_of(delta: LiveDelta, digests: Digests) -> Digests:
@@ -187,7 +191,7 @@ def _decode_here(
     except IntegrityError as error:
         raise IntegrityError(f"{meta.name!r}: {error}") from error
     width = place.kind.element_bytes
-    return DeviceWrite(ptr, changes.positions, changes.values.view(f"u{width}"))
+    return DeviceWrite(ptr, changes.positions, changes.values.view(f"u{width}"), place)
 
 
 def _check(delta: LiveDelta, result: int) -> None:

@@ -1,4 +1,5 @@
-"""A delta on weights in device memory: uploaded while the engine generates, applied by one launch."""
+"""A delta on weights in device memory: uploaded while the engine generates, applied and read back by two
+launches that are waited for once."""
 
 from __future__ import annotations
 
@@ -21,8 +22,11 @@ from weightsync.device_tables import (
     write_bytes,
 )
 from weightsync.errors import IntegrityError
+from weightsync.native_delta import Place
 
-_COLUMNS: Final = 6  # target, positions, values, former, count, bytes of an element
+#: Target, positions, values, former, count, bytes of an element; where the target begins in its tensor,
+#: that one's seed, the shift of its words' bytes.
+_COLUMNS: Final = 9
 
 
 class Work(Enum):
@@ -37,7 +41,7 @@ class Work(Enum):
 class Turn(Enum):
     """When a patch runs beside other work of its device; the value is the priority of its stream."""
 
-    FIRST = -1  # somebody is paused for it
+    FIRST = -2  # somebody is paused for it: before the samples of an encoder, too
     EQUAL = 0
 
 
@@ -47,11 +51,13 @@ LANES: Final = {Turn.FIRST: 10, Turn.EQUAL: 11}
 
 @dataclass(frozen=True, eq=False)
 class DeviceWrite:
-    """Elements of a span at ``target_ptr`` on a device that get new values, both still on the host."""
+    """Elements of a span at ``target_ptr`` on a device that get new values, both still on the host.
+    ``place``: where the span stands; None: what it adds to a digest means nothing."""
 
     target_ptr: int
     positions: npt.NDArray[np.uint32]
     values: npt.NDArray[Any]
+    place: Place | None = None
 
     @property
     def count(self) -> int:
@@ -71,6 +77,7 @@ class DecodedWrite:
     values_ptr: int
     count: int
     item_bytes: int
+    place: Place | None = None
 
 
 class DevicePatch:
@@ -104,7 +111,7 @@ class DevicePatch:
                 write_bytes(base + starts[0], write.positions.tobytes(), device)
                 write_bytes(base + starts[1], write.values.tobytes(), device)
                 at = [base + start for start in starts]
-            found.append((write.target_ptr, *at, write.count, write.item_bytes))
+            found.append((write.target_ptr, *at, write.count, write.item_bytes, *_stand(write)))
         rows = np.array(found, dtype=np.uint64).reshape(-1, _COLUMNS)
         self.num_changed = sum(write.count for write in writes)
         self._rows = rows
@@ -115,30 +122,31 @@ class DevicePatch:
                 self._stream = stream_of(index, LANES[turn], turn.value)
                 self._table = native.extension.CudaPatchTable(rows.ctypes.data, len(rows), index)
 
-    def run(self, work: Work) -> int:
-        """Do it, wait for it; the number of elements that differ, for comparisons."""
+    def run(self, *works: Work) -> tuple[int, int]:
+        """Do them in turn, wait once. How many elements comparisons found to differ, and what all of
+        them add to the digests of their tensors, compared with their new values."""
+        codes = [work.value for work in works]
         if self._table is None:
-            return native.extension.run_patch(self._rows.ctypes.data, len(self._rows), work.value)
+            return native.extension.run_patch(self._rows.ctypes.data, len(self._rows), codes)
         with cuda_errors(self._device):
-            found: int = self._table.run(self._stream, work.value)
+            found: tuple[int, int] = self._table.run(self._stream, codes)
             return found
 
-    def put(self) -> None:
-        """Write everything, keeping what was there."""
-        self.run(Work.EXCHANGE)
-
-    def check(self) -> None:
-        """Raises :class:`IntegrityError` unless every element holds its new value."""
-        self._compare(Work.COMPARE, "written")
+    def put(self) -> int:
+        """Write everything, keeping what was there, and read it back; what that adds to the digests of
+        the tensors, of what was overwritten and what is there now. Raises :class:`IntegrityError` unless
+        every element holds its new value."""
+        return self._run(Work.EXCHANGE, Work.COMPARE, "written")
 
     def take_back(self) -> None:
         """Undo :meth:`put`. Raises :class:`IntegrityError` if that cannot be seen."""
-        self.run(Work.TAKE_BACK)
-        self._compare(Work.COMPARE_FORMER, "taken back")
+        self._run(Work.TAKE_BACK, Work.COMPARE_FORMER, "taken back")
 
-    def _compare(self, work: Work, what: str) -> None:
-        if wrong := self.run(work):
+    def _run(self, work: Work, comparison: Work, what: str) -> int:
+        wrong, growth = self.run(work, comparison)
+        if wrong:
             raise IntegrityError(f"{wrong} of {self.num_changed} elements are not what was {what}")
+        return growth
 
     def close(self) -> None:
         """Free what lies on the device. Idempotent."""
@@ -147,6 +155,14 @@ class DevicePatch:
                 self._table.close()
             self._table = None
             self._memory.close()
+
+
+def _stand(write: DeviceWrite | DecodedWrite) -> tuple[int, int, int]:
+    """First byte, seed and shift of the words."""
+    place = write.place
+    if place is None:
+        return 0, 0, write.item_bytes // 2
+    return place.start_element * write.item_bytes, place.seed, place.word_bytes // 2
 
 
 def _sizes(write: DeviceWrite | DecodedWrite) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, Final, Protocol
 
@@ -134,7 +134,7 @@ def wait_lane(device: str, lane: int) -> None:
 class StreamTimer:
     """How long the device works on what a ``with`` block enqueues on one of our streams.
 
-    ``seconds()`` is known once the stream was waited for.
+    ``seconds()`` is known once that was waited for.
     """
 
     def __init__(self, index: int) -> None:
@@ -150,6 +150,10 @@ class StreamTimer:
         native.extension.cuda_record_event(self._events[0], stream, self._index)
         yield stream
         native.extension.cuda_record_event(self._events[1], stream, self._index)
+
+    def wait(self) -> None:
+        """Until the device has done that, whatever was enqueued behind it."""
+        native.extension.cuda_wait_event(self._events[1], self._index)
 
     def seconds(self) -> float:
         return native.extension.cuda_elapsed_s(*self._events, self._index)
@@ -452,13 +456,15 @@ class CudaCopy(_Launched, SegmentCopy):
         cancel: native.CancelFlag | None = None,
         meanwhile: Callable[[], None] | None = None,
     ) -> int:
-        """``meanwhile`` is called while the device is at work."""
+        """``meanwhile`` is called while the device is at work. What it enqueues on lane 0 runs when
+        everything is copied, and is not waited for."""
         self.launch(0, source_base, target_base, max_blocks)
         try:
             if meanwhile is not None:
                 meanwhile()
         finally:
-            wait_lane(self._device, 0)
+            with cuda_errors(self._device):
+                self._timer.wait()
         return self.num_bytes
 
     def launch(
@@ -510,12 +516,21 @@ def segment_copy(rows: Table, device: str) -> SegmentCopy:
     return _HostCopy(rows) if device == CPU else CudaCopy(rows, device)
 
 
+#: Waits for digests that are being taken.
+Digesting = Callable[[], npt.NDArray[np.uint64]]
+
+
 class OwnedDigests(ABC):
     """Rows that are digested again and again, each for one of several owners."""
 
     @abstractmethod
     def run(self, num_threads: int) -> npt.NDArray[np.uint64]:
         """The digest of each owner."""
+
+    @abstractmethod
+    def start(self, num_threads: int, aside: Executor) -> Digesting:
+        """Begin the same: on the host on another thread, on a device on lane 0, behind what is enqueued
+        there. To be called and waited for by one thread, with no other run between."""
 
 
 class _HostDigests(OwnedDigests):
@@ -528,6 +543,9 @@ class _HostDigests(OwnedDigests):
             found = native.digest_segments(self._rows, num_threads=num_threads)
             np.add.at(sums, self._owners, found)  # wraps modulo 2^64, as it must
         return sums
+
+    def start(self, num_threads: int, aside: Executor) -> Digesting:
+        return aside.submit(self.run, num_threads).result
 
 
 class _CudaDigests(OwnedDigests):
@@ -542,6 +560,15 @@ class _CudaDigests(OwnedDigests):
     def run(self, num_threads: int) -> npt.NDArray[np.uint64]:
         with self._lock, cuda_errors(self._device):
             self._table.launch(self._stream)
+            return self._table.result()
+
+    def start(self, num_threads: int, aside: Executor) -> Digesting:
+        with self._lock, cuda_errors(self._device):
+            self._table.launch(self._stream)
+        return self._taken
+
+    def _taken(self) -> npt.NDArray[np.uint64]:
+        with self._lock, cuda_errors(self._device):
             return self._table.result()
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from weightsync.device_tables import CPU, owned_digests, synchronize
+from weightsync.device_tables import CPU, Digesting, owned_digests, synchronize
 from weightsync.errors import LayoutError
 from weightsync.tables import dense_strides, digest_rows
 from weightsync.tensors import TensorView, view_of
@@ -84,6 +85,10 @@ class DigestTable:
     def values(self, num_threads: int) -> npt.NDArray[np.uint64]:
         """D of the present contents, for each of ``names`` (of all parts of that name together)."""
         return self._digests.run(num_threads)
+
+    def start(self, num_threads: int, aside: Executor) -> Digesting:
+        """Begin to take them; see :meth:`OwnedDigests.start`."""
+        return self._digests.start(num_threads, aside)
 
     def compute(self, num_threads: int) -> dict[str, int]:
         """The same by name."""

@@ -44,6 +44,7 @@ FAULT_POINTS: Final[Mapping[str, str]] = MappingProxyType(
         "trainer.move": "trainer: about to ask the engine to pull",
         "trainer.bucket": "trainer: one more slot was handed over",
         "trainer.moved": "trainer: the engine has read everything",
+        "trainer.manifest": "trainer: has asked for everything, about to send the manifests by themselves",
         "trainer.prepare": "trainer: about to send the manifest",
         "trainer.prepared": "trainer: about to ask for the commit (of one engine, with the manifest)",
         "trainer.committed": "trainer: the commit was confirmed",

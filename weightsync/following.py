@@ -56,8 +56,8 @@ _LINEAGE: Final = "~"
 class FollowOptions:
     """``placement`` is that of full versions; times are seconds. ``poll_s``: how often ``watch`` looks.
 
-    ``verify``: a delta's every written element is read back under the pause; ``READ_BACK`` also
-    digests the tensors that it touched before the engine goes on.
+    ``verify`` is of full versions. Of a delta every live tensor is digested before it is decided, and
+    every written element is read back under the pause.
     """
 
     placement: Placement = Placement.STAGED

@@ -7,6 +7,7 @@ else in a request; an update of a small model is four requests and must take abo
 from __future__ import annotations
 
 import http.client
+import select
 import socket
 import time
 from collections.abc import Mapping
@@ -20,6 +21,10 @@ _MAX_HEAD_BYTES: Final = 65_536
 _CHUNK_BYTES: Final = 262_144
 #: How long a wait for an answer, or for the next request, stays awake.
 AWAKE_S = 1e-3
+#: So long before an answer is expected whoever waits for it is awake again.
+_EARLY_S: Final = 1e-3
+#: What takes longer comes when it comes: to be awake for it gains nothing worth naming.
+_MAX_EXPECTED_S: Final = 0.25
 
 
 class Headers(dict[str, str]):
@@ -72,25 +77,49 @@ def response_bytes(status: int, phrase: str, body: bytes, *, is_last: bool) -> b
     return (head + closing).encode("latin-1") + body
 
 
-def wait_awake(sock: socket.socket) -> None:
+def wait_expected(sock: socket.socket, usual_s: float) -> None:
+    """The same, and once more around the moment at which an answer that takes ``usual_s`` is due. In
+    between this sleeps."""
+    due_s = time.monotonic() + usual_s
+    if wait_awake(sock) or not AWAKE_S < usual_s <= _MAX_EXPECTED_S:
+        return
+    asleep_s = due_s - _EARLY_S - time.monotonic()
+    if asleep_s > 0:
+        poller = select.poll()
+        poller.register(sock, select.POLLIN)
+        if poller.poll(int(asleep_s * 1e3)):
+            return
+    wait_awake(sock, max(0.0, due_s - time.monotonic()) + AWAKE_S)
+
+
+def wait_awake(sock: socket.socket, for_s: float = AWAKE_S) -> bool:
     """Wait a moment for something to read without going to sleep, or not, if it takes longer.
 
     To be woken takes tens of microseconds, on a virtual machine a good part of a millisecond: as long
-    as a whole stage of a small update. Every attempt lets other threads run.
+    as a whole stage of a small update. Every attempt lets other threads run. Returns whether it came.
     """
-    until_s = time.monotonic() + AWAKE_S
-    while time.monotonic() < until_s:
-        with suppress(BlockingIOError):
-            sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-            return
+    until_s, limit_s = time.monotonic() + for_s, sock.gettimeout()
+    sock.settimeout(0.0)  # one with a limit sleeps in every call, also in one that must not wait
+    try:
+        while time.monotonic() < until_s:
+            with suppress(BlockingIOError):
+                sock.recv(1, socket.MSG_PEEK)
+                return True
+    finally:
+        sock.settimeout(limit_s)
+    return False
 
 
-def read_response(sock: socket.socket, until_s: float, max_bytes: int) -> tuple[int, bytes, bool]:
-    """Status, body, and whether the connection ends; ``until_s`` is a moment of the monotonic clock.
+def read_response(
+    sock: socket.socket, until_s: float, max_bytes: int, usual_s: float = 0.0
+) -> tuple[int, bytes, bool]:
+    """Status, body, and whether the connection ends; ``until_s`` is a moment of the monotonic clock,
+    ``usual_s`` how long such an answer took before.
 
     Raises ``TimeoutError``, ``OSError`` or ``http.client.HTTPException``.
     """
     got = bytearray()
+    wait_expected(sock, min(usual_s, until_s - time.monotonic()))
     while (end := got.find(b"\r\n\r\n")) < 0:
         if len(got) > _MAX_HEAD_BYTES:
             raise http.client.LineTooLong("head")

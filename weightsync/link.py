@@ -42,6 +42,7 @@ from weightsync.messages import (
     CommitRequest,
     ConnectRequest,
     HeartbeatRequest,
+    ManifestRequest,
     MoveRequest,
     PlanRequest,
     PrepareRequest,
@@ -66,6 +67,8 @@ from weightsync.types import BUCKET_ALIGNMENT_BYTES, Contract, Outcome
 _CONNECT_RETRY_S = 0.1
 _STATUS_LIMIT_S = 5.0
 _LATE_S = 1.0
+#: Manifests of so many tensors are a matter of microseconds.
+_FEW_TENSORS = 2048
 _NEVER_HEARD = "the engine does not know this session"
 
 
@@ -123,8 +126,10 @@ class EngineLink:
         self.epoch = ""
         self.is_broken = True
         self.joins_stages = False  # an engine that can be asked for several stages at once
+        self.takes_manifests = False  # and to which what prepare needs may come apart
         self.is_stale = False  # like broken, but the engine still hears us
         self._num_connections = 0
+        self._begun_s = 0.0  # when the open session was asked for
         self.phases: dict[str, float] = {}
 
     @property
@@ -183,6 +188,7 @@ class EngineLink:
             self.layout = Layout.from_json(answer["layout"])
             digest = answer["layout_digest"]
             self.joins_stages = self.client.is_remote and bool(answer.get("joins_stages"))
+            self.takes_manifests = bool(answer.get("takes_manifests"))
         except KeyError as error:
             raise ProtocolError(f"{self.peer}: its answer to 'connect' lacks {error}") from error
         if self.layout.digest != digest:
@@ -311,6 +317,7 @@ class EngineLink:
         self, session_id: str, version: int, scope: list[str] | None
     ) -> Callable[[float], BeginRequest]:
         o = self._options
+        self._begun_s = time.perf_counter()
         return lambda wait_s: BeginRequest(
             self.run_id,
             self.epoch,
@@ -346,6 +353,41 @@ class EngineLink:
         move = self._move_request(session_id, move_id, bound, published)
         self._wait_for_stages({"begin": begin, "move": move}, self._stage_limit_s)
         self.ends.was_told(published)
+
+    def begin_to_commit(
+        self,
+        session_id: str,
+        version: int,
+        scope: list[str] | None,
+        move_id: int,
+        bound: Bound,
+        published: Sequence[Publication],
+        make_manifests: Callable[[], list[dict[str, Any]]],
+    ) -> dict[str, Any]:
+        """A whole session of one move that is read directly, in one exchange; answered as ``commit``.
+
+        What long manifests take, to make, to send and to read, they take while the engine works.
+        """
+        is_apart = self.takes_manifests and len(bound.plan.metas) > _FEW_TENSORS
+        manifests = [] if is_apart else make_manifests()
+
+        def send_manifests() -> None:
+            reach("trainer.manifest")
+            request = ManifestRequest(session_id, make_manifests())
+            self.client.aside().call(request, limit_s=self._options.request_timeout_s)
+
+        stages: Mapping[str, Callable[[float], Stage]] = {
+            "begin": self._begin_request(session_id, version, scope),
+            "move": self._move_request(session_id, move_id, bound, published),
+            "prepare": self._prepare_request(session_id, manifests),
+            "commit": lambda wait_s: CommitRequest(session_id, wait_s),
+        }
+        limit_s = self._stage_limit_s + self._commit_limit_s
+        meanwhile = send_manifests if is_apart else None
+        answer = self._wait_for_stages(stages, limit_s, meanwhile)[-1]
+        self._spent("session", self._begun_s)
+        self.ends.was_told(published)
+        return answer
 
     def move(
         self,
@@ -438,7 +480,10 @@ class EngineLink:
 
     def commit(self, session_id: str) -> dict[str, Any]:
         """The outcome and the engine's own statistics."""
-        return self._wait(lambda w: CommitRequest(session_id, w), self._commit_limit_s, "commit")
+        limit_s = self._commit_limit_s
+        answer = self._wait(lambda w: CommitRequest(session_id, w), limit_s, "commit")
+        self._spent("session", self._begun_s)
+        return answer
 
     def prepare_and_commit(
         self, session_id: str, manifests: list[dict[str, Any]]
@@ -448,7 +493,9 @@ class EngineLink:
             "prepare": self._prepare_request(session_id, manifests),
             "commit": lambda wait_s: CommitRequest(session_id, wait_s),
         }
-        return self._wait_for_stages(stages, self._stage_limit_s + self._commit_limit_s)[-1]
+        answers = self._wait_for_stages(stages, self._stage_limit_s + self._commit_limit_s)
+        self._spent("session", self._begun_s)
+        return answers[-1]
 
     def abort(self, session_id: str, reason: str) -> tuple[Outcome, str]:
         """Give a session up, whatever its state; says how it ended."""
@@ -491,7 +538,10 @@ class EngineLink:
             self._spent(stage, start_s)
 
     def _wait_for_stages(
-        self, stages: Mapping[str, Callable[[float], Stage]], limit_s: float
+        self,
+        stages: Mapping[str, Callable[[float], Stage]],
+        limit_s: float,
+        meanwhile: Callable[[], None] | None = None,
     ) -> list[dict[str, Any]]:
         """What the engine took for each but the last is its phase; the last has all the rest."""
         start_s = time.perf_counter()
@@ -504,6 +554,7 @@ class EngineLink:
                     list(stages.values()),
                     limit_s=limit_s,
                     stage=" and ".join(stages),
+                    meanwhile=meanwhile,
                 )
             for stage, answer in zip(firsts, answers, strict=False):
                 took_s = float(answer.get("took_s", 0.0))

@@ -129,7 +129,7 @@ class LiveTensor:
         start = changes.place.start_element
         if self.device != CPU:
             target = self.spots[0].ptr + start * width
-            return [DeviceWrite(target, changes.positions, values)]
+            return [DeviceWrite(target, changes.positions, values, changes.place)]
         if self.is_dense:
             whole = _memory(self.spots[0].ptr, self.meta.num_bytes).view(f"u{width}")
             part = whole[start : start + changes.place.num_elements]

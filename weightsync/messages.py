@@ -81,8 +81,18 @@ class MoveRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class ManifestRequest:
+    """The manifests of a session whose prepare was asked for without them, in one exchange with what goes
+    before. Answered at once."""
+
+    session_id: str
+    manifests: list[Any]
+
+
+@dataclass(frozen=True, slots=True)
 class PrepareRequest:
-    """``manifests`` has one for each engine rank: of what that rank gets."""
+    """``manifests`` has one for each engine rank: of what that rank gets. Among ``stages`` there may be none:
+    they come by themselves (:class:`ManifestRequest`), while the stages before are at work."""
 
     session_id: str
     manifests: list[Any]
@@ -143,8 +153,9 @@ class StagesRequest:
 
 
 Request = (
-    StagesRequest | ConnectRequest | AttachRequest | PlanRequest | BeginRequest | MoveRequest | PrepareRequest
-    | CommitRequest | AbortRequest | HeartbeatRequest | CloseRequest | StatusRequest | DigestRequest
+    StagesRequest | ConnectRequest | AttachRequest | PlanRequest | BeginRequest | MoveRequest
+    | ManifestRequest | PrepareRequest | CommitRequest | AbortRequest | HeartbeatRequest | CloseRequest
+    | StatusRequest | DigestRequest
 )  # fmt: skip
 
 #: verb on the wire -> its request record
@@ -155,6 +166,7 @@ VERBS: Final[Mapping[str, type[Request]]] = MappingProxyType(
         "plan": PlanRequest,
         "begin": BeginRequest,
         "move": MoveRequest,
+        "manifest": ManifestRequest,
         "prepare": PrepareRequest,
         "commit": CommitRequest,
         "abort": AbortRequest,

@@ -63,6 +63,17 @@ class _Plan:
 
 
 @dataclass(frozen=True)
+class Beside:
+    """What else is done while bytes move."""
+
+    glance: Glance
+    #: Called when a read from a single source is on lane 0 of a device, before it has landed.
+    behind: Callable[[], None]
+    #: Called while a device is at work.
+    meanwhile: Callable[[], None]
+
+
+@dataclass(frozen=True)
 class _Pull:
     """One move, as each of the threads that carry it out sees it."""
 
@@ -72,7 +83,7 @@ class _Pull:
     published: dict[int, Published]
     deadline: Deadline
     lock: threading.Lock  # around what is counted for all of them
-    glance: Glance
+    beside: Beside
 
 
 class RankMoves:
@@ -139,18 +150,17 @@ class RankMoves:
         job: StartJob,
         share: PlanShare,
         deadline: Deadline,
-        glance: Glance,
+        beside: Beside,
     ) -> Digests | None:
-        """Everything that the plan brings to this rank lands; see :meth:`_read_direct`. ``glance`` is
-        taken meanwhile."""
+        """Everything that the plan brings to this rank lands; see :meth:`_read_direct`."""
         plan = self._plans[share.plan.digest]
         published = _published_in(job.payload.get("sources"))
-        pull = _Pull(opened, job.move_id, plan, published, deadline, threading.Lock(), glance)
+        pull = _Pull(opened, job.move_id, plan, published, deadline, threading.Lock(), beside)
         if share.plan.contract is Contract.DIRECT:
             found = _at_once(pull, share.sources, self._read_direct)
             opened.coverage.all_arrived(job.move_id)
             return _total(found, share)
-        glance.take_aside()
+        beside.glance.take_aside()
         _at_once(pull, share.sources, self._receive_stream)
         return None
 
@@ -187,10 +197,18 @@ class RankMoves:
         with pull.lock:
             opened.stats.add("register", spent_s)
             opened.touch()
+        is_alone = len(pull.plan.share.sources) == 1
+
+        def meanwhile() -> None:
+            if is_alone and not has_digests:  # else others may still be landing
+                pull.beside.behind()
+            pull.beside.glance.take_here()
+            pull.beside.meanwhile()
+
         if direct.digests_reads:
-            prepared.meanwhile = pull.glance.take_here
+            prepared.meanwhile = meanwhile
         else:
-            pull.glance.take_aside()
+            pull.beside.glance.take_aside()
         start_s = time.perf_counter()
         try:
             direct.read(prepared, deadline)

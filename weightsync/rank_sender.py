@@ -79,6 +79,16 @@ class RankSender:
         self._pool = ThreadPoolExecutor(2 + 2 * len(clients), "weightsync-rank")
         self._pipe = RankPipe(channel, self._on_frame, self._on_lost)
 
+    def update_weights(
+        self, source: Any, *, version: int, scope: Iterable[str] | None = None
+    ) -> UpdateReport:
+        """This rank's part of a whole update; returns the report that rank 0 has."""
+        with self.update(version, scope) as update:
+            update.send(source)
+        if update.report is None:
+            raise SessionError(f"the update to version {version} left no report")
+        return update.report
+
     def update(self, version: int, scope: Iterable[str] | None = None) -> RankUpdate:
         """The update that rank 0 enters, too; the version and scope that count are its own."""
         if self._update is not None:

@@ -76,6 +76,12 @@ class OpenSession:
     delta: Any = None  # what of it must be written, or taken back
     moves: list[PlanShare] = field(default_factory=list)  # that ended, in order
     read_digests: list[Digests | None] = field(default_factory=list)  # of each, taken while reading
+    early: Any = None  # digests of what landed that were begun before prepare
+    awaited: list[PlanShare] = field(
+        default_factory=list
+    )  # all moves, once nothing can follow them
+    #: What a manifest was read from while bytes moved, and it.
+    manifest_ahead: tuple[Any, Manifest | None] = (None, None)
     manifest: Manifest | None = None
     paused_s: float | None = None  # when the pause began
     touched: bool = False

@@ -7,6 +7,7 @@ Full versions land like any other update, in the staging copy or in the slots.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from weightsync.codec import block_digests
+from weightsync.codec.spans import Digests
 from weightsync.config import DecodePlace, decode_place
 from weightsync.coverage import SlotIndex
 from weightsync.deadline import Deadline
@@ -26,10 +28,12 @@ from weightsync.device_delta import (
     LiveDigests,
     decode_there,
 )
+from weightsync.device_fold import DecodedTurns, LiveChain, decode_in_turn
 from weightsync.device_patch import DecodedWrite, DeviceWrite
 from weightsync.device_tables import CPU, KeptBuffer, synchronize
 from weightsync.digest import DigestPart, DigestTable
 from weightsync.errors import (
+    CapacityError,
     ConfigError,
     DTypeMismatchError,
     IntegrityError,
@@ -46,29 +50,34 @@ from weightsync.store.bulk import read_records
 from weightsync.store.chain import Chain, ChainTensor, open_chain
 from weightsync.types import SlotKind, TensorMeta
 
+_LOG = logging.getLogger(__name__)
+
 T = TypeVar("T")
 R = TypeVar("R")
 
 
 @dataclass(eq=False)
 class Fetched:
-    """What a session has taken from a store: ``digests`` are those of the boxes of this rank, by the
-    store's names; ``writes`` are of a delta, whose tensors are ``touched``."""
+    """What a session has taken from a store: ``digests`` (of full versions) are those of the boxes of
+    this rank, by the store's names; ``writes`` are of a delta, ``later`` what several deltas write behind
+    them in turn."""
 
     parts: dict[str, tuple[TensorMeta, tuple[tuple[int, int], ...]]]  # meta, slots of this rank
     digests: dict[str, int] = field(default_factory=dict)
     writes: list[Write | DeviceWrite | DecodedWrite] = field(default_factory=list)
-    touched: list[str] = field(default_factory=list)
-    read_back: DigestTable | None = None  # of live tensors, where they are to be read back
+    later: list[list[DeviceWrite | DecodedWrite]] = field(default_factory=list)
+    read_back: DigestTable | None = None  # of live tensors, where they are to be digested again
     num_payload_bytes: int = 0
     num_changed: int = 0
-    decoded: DeviceDeltas | None = None  # memory of a device that ``writes`` speak of
+    growth: int | None = None  # what writes on a device add to the digests of live tensors
+    # Memory of a device that writes speak of.
+    decoded: list[DeviceDeltas | DecodedTurns] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)  # parts of fetching
 
     def close(self) -> None:
         """Free what lies on a device. Idempotent."""
-        if self.decoded is not None:
-            self.decoded.close()
+        for decoded in self.decoded:
+            decoded.close()
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,9 +128,10 @@ class RankStore:
     def decode(self, source: Mapping[str, Any], deadline: Deadline) -> Fetched:
         """What a chain of deltas does to the live weights; nothing is written.
 
-        Several deltas are folded span by span. Raises :class:`IntegrityError` if any tensor, changed
-        or not, would not be the target's afterwards: a record is damaged, or live weights are
-        not the base; :class:`ConfigError` where deltas cannot be applied to this engine.
+        Several deltas are folded span by span, or on a device decoded in turn. Raises
+        :class:`IntegrityError` if any tensor, changed or not, would not be the target's afterwards: a
+        record is damaged, or live weights are not the base; :class:`ConfigError` where deltas cannot
+        be applied to this engine.
         """
         start_s = time.perf_counter()
         chain = open_chain(source)
@@ -129,12 +139,11 @@ class RankStore:
         key = tuple((tensor.meta, tensor.boxes) for tensor in chain.tensors())
         match = self._matches.get(key, lambda: self._match(chain))
         fetched = Fetched(match.parts)
-        mine: list[tuple[ChainTensor, LiveTensor, str]] = []
+        mine: list[tuple[ChainTensor, LiveTensor]] = []
         for tensor in chain.tensors():
             name = tensor.meta.name
             if name in match.parts:
-                found, fetched.digests[name] = _live_parts(tensor, match.lives[name])
-                mine += [(part, live, name) for part, live in found]
+                mine += _live_parts(tensor, match.lives[name])
         synchronize(self._device)
         fetched.seconds["fetch_open"] = opened_s - start_s
         fetched.seconds["fetch_match"] = time.perf_counter() - opened_s
@@ -145,39 +154,37 @@ class RankStore:
                 fetched.close()
                 raise
             return fetched
-        touched: dict[str, None] = {}
 
-        def one(
-            item: tuple[ChainTensor, LiveTensor, str],
-        ) -> tuple[str, list[Write | DeviceWrite], int]:
+        def one(item: tuple[ChainTensor, LiveTensor]) -> tuple[list[Write | DeviceWrite], int]:
             deadline.check()
-            part, live, name = item
-            return (name, *_writes(part, live))
+            return _writes(*item)
 
-        for name, writes, num_bytes in self._on_each(mine, one):
+        for writes, num_bytes in self._on_each(mine, one):
             fetched.writes += writes
             fetched.num_payload_bytes += num_bytes
             fetched.num_changed += sum(w.count for w in writes)
-            if writes:
-                touched[name] = None
-        fetched.touched = list(touched)
         return fetched
 
     def _decode_there(
         self,
         fetched: Fetched,
-        mine: Sequence[tuple[ChainTensor, LiveTensor, str]],
+        mine: Sequence[tuple[ChainTensor, LiveTensor]],
         deadline: Deadline,
     ) -> None:
-        """On a device: one launch digests everything that lives, one decodes the records of one delta.
-        Tensors that several deltas change are folded on the host."""
-        ptrs = [(part.meta, live.spots[0].ptr) for part, live, _ in mine]
+        """On a device: one launch digests everything that lives, one decodes the records of one delta,
+        or of tensors that several deltas change those of each in turn."""
+        ptrs = [(part.meta, live.spots[0].ptr) for part, live in mine]
         where = tuple((meta.name, ptr) for meta, ptr in ptrs)
         table = self._live_digests.get(where, lambda: LiveDigests(ptrs, self._device))
         here = [
             i
-            for i, ((part, _, _), (_, ptr)) in enumerate(zip(mine, ptrs, strict=True))
+            for i, ((part, _), (_, ptr)) in enumerate(zip(mine, ptrs, strict=True))
             if len(part.steps) <= 1 and ptr % DECODE_ALIGNMENT == 0
+        ]
+        chained = [
+            i
+            for i, ((part, _), (_, ptr)) in enumerate(zip(mine, ptrs, strict=True))
+            if len(part.steps) > 1 and ptr % DECODE_ALIGNMENT == 0
         ]
         start_s = time.perf_counter()
         with ThreadPoolExecutor(1, "weightsync-digest") as pool:  # while files are read
@@ -186,6 +193,8 @@ class RankStore:
             buffer, records = read_records(steps, self._threads, self._buffer.room, deadline.check)
             read_s = time.perf_counter()
             digests = live_digests.result()
+        old = sum(int(one.sum(dtype=np.uint64)) for one in digests)
+        fetched.growth = (sum(part.digest or 0 for part, _ in mine) - old) % (1 << 64)
         deadline.check()
         found = iter(records)
         deltas = [
@@ -193,33 +202,66 @@ class RankStore:
             for i, part in ((i, mine[i][0]) for i in here)
         ]
         digested_s = time.perf_counter()
-        fetched.decoded = decode_there(
+        decoded = decode_there(
             deltas,
             [digests[i] for i in here],
             self._device,
             buffer=buffer,
             num_threads=self._threads,
         )
+        fetched.decoded.append(decoded)
         end_s = time.perf_counter()
         fetched.seconds |= {
             "fetch_read": read_s - start_s,
             "fetch_digest": digested_s - read_s,
             "fetch_decode": end_s - digested_s,
-            **{f"fetch_decode_{n}": s for n, s in fetched.decoded.seconds.items()},
+            **{f"fetch_decode_{n}": s for n, s in decoded.seconds.items()},
         }
-        writes: dict[int, Sequence[Any]] = dict(zip(here, fetched.decoded.writes, strict=True))
-        for i, (part, live, _) in enumerate(mine):
+        writes: dict[int, Sequence[Any]] = dict(zip(here, decoded.writes, strict=True))
+        if chained:
+            chains = [(mine[i][0], ptrs[i][1], digests[i]) for i in chained]
+            if self._decode_chains(fetched, chains, deadline):
+                writes |= dict.fromkeys(chained, ())
+            fetched.seconds["fetch_fold"] = time.perf_counter() - end_s
+        for i, (part, live) in enumerate(mine):
             if i not in writes:
                 deadline.check()
                 writes[i], _ = _writes(part, live)
-        touched: dict[str, None] = {}
-        for i, (part, _, name) in enumerate(mine):
+        for i, (part, _) in enumerate(mine):
             fetched.writes += writes[i]
             fetched.num_payload_bytes += part.num_bytes
             fetched.num_changed += sum(write.count for write in writes[i])
-            if writes[i]:
-                touched[name] = None
-        fetched.touched = list(touched)
+
+    def _decode_chains(
+        self,
+        fetched: Fetched,
+        chains: Sequence[tuple[ChainTensor, int, Digests]],
+        deadline: Deadline,
+    ) -> bool:
+        """Of tensors that several deltas change: what each delta writes. False if the device has no room
+        for it: the host folds them."""
+        steps = [step for part, _, _ in chains for step in part.steps]
+        _, records = read_records(steps, self._threads, check=deadline.check)
+        found = iter(records)
+        lives = [
+            LiveChain(part.meta, ptr, [(next(found), entry.digest) for _, _, entry in part.steps])
+            for part, ptr, _ in chains
+        ]
+        try:
+            turns = decode_in_turn(
+                lives,
+                [digests for _, _, digests in chains],
+                self._device,
+                num_threads=self._threads,
+                check=deadline.check,
+            )
+        except CapacityError as error:
+            _LOG.warning("several deltas are folded by the host, which takes longer: %s", error)
+            return False
+        fetched.decoded.append(turns)
+        fetched.later = turns.turns
+        fetched.num_changed += sum(write.count for turn in turns.turns for write in turn)
+        return True
 
     def close(self) -> None:
         """Let go of memory that is kept from delta to delta; no job may be under way."""
@@ -306,13 +348,10 @@ class RankStore:
         synchronize(self._device)
         self.compare(fetched, table.compute(self._threads), what)
 
-    def digest_table(
-        self, fetched: Fetched, spots: Landing, names: Sequence[str] | None = None
-    ) -> DigestTable:
-        """Of what lies at ``spots`` (of ``names``; None: of everything), to be made before a pause."""
+    def digest_table(self, fetched: Fetched, spots: Landing) -> DigestTable:
+        """Of what lies at ``spots``, to be made before a pause."""
         parts: list[DigestPart] = []
-        for name in fetched.parts if names is None else names:
-            meta, keys = fetched.parts[name]
+        for meta, keys in fetched.parts.values():
             for key in keys:
                 if key in spots:
                     spot = spots[key]
@@ -321,11 +360,10 @@ class RankStore:
                     )
         return DigestTable(parts, self._device)
 
-    def live_table(self, fetched: Fetched, names: Sequence[str] | None) -> DigestTable:
-        """The same of what lives; kept, as the next delta mostly touches the same tensors."""
-        wanted = tuple(fetched.parts if names is None else names)
-        key = tuple((name, fetched.parts[name][0]) for name in wanted)
-        return self._tables.get(key, lambda: self.digest_table(fetched, self._slots, wanted))
+    def live_table(self, fetched: Fetched) -> DigestTable:
+        """The same of what lives; kept, as the next version mostly has the same tensors."""
+        key = tuple((name, meta) for name, (meta, _) in fetched.parts.items())
+        return self._tables.get(key, lambda: self.digest_table(fetched, self._slots))
 
     def compare(self, fetched: Fetched, found: Mapping[str, int], what: str) -> None:
         """Digests by the store's names against those expected."""
@@ -348,17 +386,13 @@ class RankStore:
 
 def _live_parts(
     tensor: ChainTensor, lives: Sequence[LiveTensor | None]
-) -> tuple[list[tuple[ChainTensor, LiveTensor]], int]:
-    """What of a tensor is coded as one and where it lives, and what that will add up to in the tensor's
-    digest."""
-    shares = tensor.shares or (tensor.digest or 0,)
-    found = [
-        (part, live, share)
-        for (_, part), share, live in zip(tensor.parts(), shares, lives, strict=True)
+) -> list[tuple[ChainTensor, LiveTensor]]:
+    """What of a tensor is coded as one, with a digest of its own, and where it lives."""
+    return [
+        (part, live)
+        for (_, part), live in zip(tensor.parts(), lives, strict=True)
         if live is not None  # of other ranks, or nothing at all
     ]
-    total = sum(share for _, _, share in found)
-    return [(part, live) for part, live, _ in found], total % (1 << 64)
 
 
 def _what_is_coded(tensor: ChainTensor) -> str:

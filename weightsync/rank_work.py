@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, Final
 
@@ -20,7 +20,7 @@ import numpy as np
 
 from weightsync.binding import place_table, plan_staging, slot_spots
 from weightsync.bucket import as_dtype
-from weightsync.coverage import Coverage, SlotIndex
+from weightsync.coverage import Coverage, PlanShare, SlotIndex
 from weightsync.deadline import CancelToken, Deadline
 from weightsync.device_tables import (
     CPU,
@@ -31,7 +31,12 @@ from weightsync.device_tables import (
     segment_copy,
 )
 from weightsync.engine import EngineAdapter
-from weightsync.errors import IntegrityError, SessionError, WeightSyncError
+from weightsync.errors import (
+    IntegrityError,
+    SessionError,
+    UnknownNameError,
+    WeightSyncError,
+)
 from weightsync.faults import reach
 from weightsync.glance import Glance
 from weightsync.kept import Kept
@@ -40,7 +45,7 @@ from weightsync.manifest import Manifest
 from weightsync.plan import RefitPlan
 from weightsync.rank_apply import DeltaApply
 from weightsync.rank_digests import RankDigests
-from weightsync.rank_moves import RankMoves
+from weightsync.rank_moves import Beside, RankMoves
 from weightsync.rank_session import OpenSession, ReceiverHooks, SessionStats, Staging
 from weightsync.rank_store import RankStore
 from weightsync.session import Job, JobDone, SessionSpec, StartJob, Version
@@ -84,6 +89,7 @@ class RankWork:
         self._store = RankStore(self.layout, self._index, self._slots, self._device, num_threads)
         self._places: Kept[tuple[Any, ...], tuple[SegmentCopy, SegmentCopy]] = Kept(8)
         self._open: OpenSession | None = None
+        self._foreseen: tuple[str, Any] = ("", None)
         self._version: Version | None = None  # that this rank resumed with
         self.stats = SessionStats()
 
@@ -131,6 +137,7 @@ class RankWork:
         """Let go of everything; what a job still works on stays mapped for it."""
         self.drop_endpoints()
         self._looker.shutdown(wait=False)
+        self._digests.close()
         if self._open is None:  # else a job may look into them
             self._digests.clear()
             self._places.clear()
@@ -184,15 +191,62 @@ class RankWork:
         if job.payload.get("store") is not None:
             self._fetch(opened, job.payload["store"], token)
             return
+        self._digests.drop_early(opened)  # more is about to land
         share = self._moves.expect(opened, job)
         deadline = self._deadline(opened.spec, opened.spec.deadline_s, "move", token)
+
+        moves = [*opened.moves, share]
+        opened.awaited = moves if self._is_whole(opened) else []
+
+        def behind() -> None:
+            if opened.awaited:
+                self._digests.start_landed(opened, moves)
+
         with opened.stats.timed("move"), self._glance("while reading").around() as glance:
-            digests = self._moves.move(opened, job, share, deadline, glance)
+            beside = Beside(glance, behind, lambda: self._read_ahead(opened, opened.awaited))
+            digests = self._moves.move(opened, job, share, deadline, beside)
         opened.coverage.settle()
         opened.moves.append(share)
         opened.read_digests.append(digests)
+        if opened.awaited and opened.early is None and any(d is None for d in opened.read_digests):
+            self._digests.start_landed(opened, opened.moves)
         opened.stats.num_bytes += int(share.num_bytes.sum())
         reach("engine.moved")
+
+    def foresee(self, session_id: str, manifest: Any) -> None:
+        """What the prepare of a session will bring, where its exchange says so ahead."""
+        self._foreseen = (session_id, manifest)
+        opened = self._open
+        if (
+            opened is not None and opened.awaited
+        ):  # the device is at work already, and its thread waits
+            self._read_ahead(opened, opened.awaited)
+
+    def _read_ahead(self, opened: OpenSession, moves: Sequence[PlanShare]) -> None:
+        session_id, value = self._foreseen
+        if session_id != opened.spec.session_id or not moves:
+            return
+        with suppress(WeightSyncError):  # what is wrong with it is said in prepare
+            manifest = Manifest.from_json(value, self._digests.basis(moves))
+            opened.manifest_ahead = (value, manifest)
+
+    def _manifest(self, opened: OpenSession, value: Any) -> Manifest:
+        basis = self._digests.basis(opened.moves)
+        read_from, ahead = opened.manifest_ahead
+        if ahead is not None and read_from is value and ahead.basis.plans == basis.plans:
+            return ahead
+        return Manifest.from_json(value, basis)
+
+    def _is_whole(self, opened: OpenSession) -> bool:
+        """Whether nothing more can come in this session once the moves under way have ended."""
+        try:
+            return opened.coverage.is_whole_with_expected(self._scope_names(opened))
+        except UnknownNameError:  # said in prepare, as of any scope
+            return False
+
+    def _scope_names(self, opened: OpenSession) -> frozenset[str] | None:
+        names = opened.spec.scope.names
+        return None if names is None else frozenset(self.layout.resolve(names, "engine"))
 
     def _fetch(self, opened: OpenSession, source: Mapping[str, Any], token: CancelToken) -> None:
         """Instead of a trainer's move: everything there is to take from a store."""
@@ -223,11 +277,8 @@ class RankWork:
             raise SessionError(
                 "a delta comes from a store; a trainer's update is staged or in place"
             )
-        manifest = Manifest.from_json(job.payload.get("manifest"), self._digests.basis(opened))
-        names = opened.spec.scope.names
-        if names is not None:
-            names = frozenset(self.layout.resolve(names, "engine"))
-        opened.coverage.check_scope(names)
+        manifest = self._manifest(opened, job.payload.get("manifest"))
+        opened.coverage.check_scope(self._scope_names(opened))
         with opened.stats.timed("verify"):
             manifest.check(self._digests.landed(opened, manifest), "what landed")
         opened.manifest = manifest
@@ -238,14 +289,14 @@ class RankWork:
         reach("engine.prepared")
 
     def _prepare_fetched(self, opened: OpenSession) -> None:
-        """Of a delta all digests were compared while it was decoded."""
+        """Of a delta all digests were compared while it was decoded, and what it writes is read back
+        element by element: nothing else of the live tensors is looked at under the pause."""
         if opened.delta is None:
             with opened.stats.timed("verify"):
                 landed = self._store.digest_table(opened.fetched, opened.staging.landing)
                 self._store.check(opened.fetched, landed, "what landed")
-        if opened.is_read_back and not opened.is_in_place:
-            touched = None if opened.delta is None else opened.fetched.touched
-            opened.fetched.read_back = self._store.live_table(opened.fetched, touched)
+            if opened.is_read_back and not opened.is_in_place:
+                opened.fetched.read_back = self._store.live_table(opened.fetched)
         self._adapter.prepare()
         self._hooks.on_prepare(opened.spec)
         reach("engine.prepared")
@@ -327,6 +378,8 @@ class RankWork:
         if opened.manifest is None:
             raise SessionError("a session without a manifest cannot be read back")
         manifest = opened.manifest
+        if opened.is_in_place and not self._index.has_opaque:
+            return
         found = manifest.digests.copy()  # in place these are what was read back already
         if opened.spec.placement is Placement.STAGED:
             self._digests.at(opened, self._slots, "live", found)
@@ -337,7 +390,7 @@ class RankWork:
         manifest.check(found, "live tensors after the update")
 
     def _read_back_fetched(self, opened: OpenSession) -> None:
-        """Of a delta what it touched: everything else was digested right before."""
+        """Digest the live tensors, where a table of them was made."""
         what, fetched = "live tensors after the update", opened.fetched
         if fetched.read_back is not None:
             self._store.check(fetched, fetched.read_back, what)
@@ -347,6 +400,8 @@ class RankWork:
             self._store.compare(fetched, {opaque[name]: d for name, d in live.items()}, what)
 
     def _opaque_keys(self, opened: OpenSession) -> list[tuple[int, int]]:
+        if not self._index.has_opaque:
+            return []
         arrived = opened.coverage.complete
         return [self._index.keys[n] for n in arrived[self._index.is_opaque[arrived]].tolist()]
 
@@ -364,6 +419,7 @@ class RankWork:
         taint = job.taint
         try:
             if self._open is not None:
+                self._digests.drop_early(self._open)
                 self._take_back(self._open)
                 self._adapter.abort()
         except BaseException as error:

@@ -19,7 +19,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -32,17 +32,27 @@ from weightsync import config
 from weightsync.control import ControlServer
 from weightsync.deadline import Deadline
 from weightsync.engine import EngineAdapter
-from weightsync.errors import BusyError, ConfigError, EpochError, IntegrityError, PeerLostError
+from weightsync.errors import (
+    BusyError,
+    ConfigError,
+    EpochError,
+    IntegrityError,
+    PeerLostError,
+    ProtocolError,
+)
 from weightsync.followers import Followers, Uplink
 from weightsync.job_lane import JobLane
 from weightsync.machines import Hands, Machines
+from weightsync.manifest_box import ManifestBox
 from weightsync.messages import (
     AttachRequest,
     CommitRequest,
     ConnectRequest,
     DigestRequest,
     HeartbeatRequest,
+    ManifestRequest,
     PlanRequest,
+    PrepareRequest,
     Request,
     StagesRequest,
     StatusRequest,
@@ -135,6 +145,7 @@ class Receiver:
         self._work_of_rank: RankWork | None = None
         self._calls_of_rank: RankCalls | None = None
         self._closing = threading.Event()
+        self._manifests = ManifestBox()
         self._answers: dict[int, Future[Mapping[str, Any]]] = {}
         self._numbers = itertools.count(1)
         self._server: ControlServer | None = None
@@ -369,6 +380,8 @@ class Receiver:
                 return {**answer, **self._description()}
             case StagesRequest():
                 return self._stages(request, ask)
+            case ManifestRequest():
+                return self._take_manifests(request)
             case _:
                 answer = ask(request, request.wait_s)
                 if isinstance(request, CommitRequest) and "outcome" in answer:
@@ -380,13 +393,49 @@ class Receiver:
         stages = [decode_stage(entry) for entry in request.stages]
         until_s = time.monotonic() + min(max(0.0, request.wait_s), MAX_WAIT_S)
         answers: list[Mapping[str, Any]] = []
+        self._foresee(stages)
         for stage in stages:
             start_s = time.monotonic()
+            if isinstance(stage, PrepareRequest) and not stage.manifests:
+                manifests = self._come_apart(stage.session_id, until_s)
+                if manifests is None:
+                    return {"answers": answers, "pending": True}
+                stage = replace(stage, manifests=manifests)
             answer = self._handle(replace(stage, wait_s=max(0.0, until_s - start_s)), ask)
             if answer.get("pending"):
                 return {"answers": answers, "pending": True}
             answers.append({**answer, "took_s": time.monotonic() - start_s})
         return {"answers": answers}
+
+    def _come_apart(self, session_id: str, until_s: float) -> list[Any] | None:
+        """Manifests that come by themselves; None: not yet."""
+
+        def is_over() -> bool:
+            state = self._leader
+            is_open = state.spec is not None and state.spec.session_id == session_id
+            return not is_open or state.phase is Phase.ABORTING
+
+        found = self._manifests.wait(session_id, until_s, is_over)
+        if found is None and is_over():
+            return [{}] * self._meeting.world_size  # nobody will look at them: the leader says why
+        return found
+
+    def _take_manifests(self, request: ManifestRequest) -> dict[str, Any]:
+        # Whether there is such a session, the exchange that needs them is told.
+        if len(request.manifests) != self._meeting.world_size:
+            raise ProtocolError(
+                f"{len(request.manifests)} manifests for an engine of {self._meeting.world_size} ranks"
+            )
+        self._manifests.put(request.session_id, request.manifests)
+        if len(request.manifests) == 1:
+            self._work.foresee(request.session_id, request.manifests[0])
+        return {"epoch": self._epoch}
+
+    def _foresee(self, stages: Sequence[Request]) -> None:
+        """What a later stage brings may be read while bytes move."""
+        for stage in stages:
+            if isinstance(stage, PrepareRequest) and len(stage.manifests) == 1:
+                self._work.foresee(stage.session_id, stage.manifests[0])
 
     def _ask(
         self,
@@ -458,6 +507,7 @@ class Receiver:
             "tainted": self._leader.taint,
             "pid": os.getpid(),
             "joins_stages": True,
+            "takes_manifests": True,
         }
 
     def _status(self, session_id: str | None) -> dict[str, Any]:

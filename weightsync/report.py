@@ -12,7 +12,9 @@ from weightsync.types import Contract, Outcome, format_bytes
 
 @dataclass(frozen=True)
 class EngineReport:
-    """One engine's part. ``phases`` are seconds of wall time by name."""
+    """One engine's part. ``phases`` are seconds of wall time by name: those of stages, of what goes before
+    them, of parts of them on the engine (``engine_``), and ``session``, from begin to commit with whatever
+    the trainer did between its requests."""
 
     url: str
     session_id: str

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeVar, overload
+from enum import Enum
+from typing import Any, Final, Literal, TypeVar, overload
 
 import numpy as np
 
@@ -22,9 +23,13 @@ from weightsync.deadline import CancelToken, Deadline
 from weightsync.digest_shares import WHOLE, DigestShares
 from weightsync.errors import (
     ConfigError,
+    DeadlineError,
     EpochError,
     MissingNameError,
+    PeerLostError,
+    ProtocolError,
     SessionError,
+    TransportError,
     UpdateFailedError,
     WeightSyncError,
 )
@@ -50,6 +55,17 @@ from weightsync.types import Contract, Outcome
 P = TypeVar("P")
 
 
+#: Errors after which a request may have been carried out, or may be yet.
+_UNANSWERED: Final = (PeerLostError, DeadlineError, TransportError, ProtocolError)
+
+
+class Ending(Enum):
+    """When an update is known to bring nothing more."""
+
+    WHEN_LEFT = "when it is left"
+    WITH_SEND = "with its only send"
+
+
 @dataclass
 class _Session:
     """One engine's part of an update while it runs."""
@@ -59,6 +75,7 @@ class _Session:
     is_begun: bool = False
     is_moved: bool = False  # the move that is under way was asked for with the begin
     is_commit_asked: bool = False
+    is_committed: bool = False
     error: WeightSyncError | None = None
     moves: list[tuple[DigestShares, Digests]] = field(
         default_factory=list
@@ -70,6 +87,11 @@ class _Session:
     stats: Mapping[str, Any] = field(default_factory=dict)
     digest_s: float = 0.0
     token: CancelToken = field(default_factory=CancelToken)  # one engine's failure stops its own
+
+    def note_move(self, bound: Bound, digests: Digests) -> None:
+        self.moves.append((bound.shares, digests))
+        self.num_bytes += bound.plan.total_bytes
+        self.contract = bound.plan.contract
 
 
 class Sender:
@@ -190,6 +212,31 @@ class Sender:
             raise
         return sender
 
+    def update_weights(
+        self, source: Any, *, version: int, scope: Iterable[str] | None = None
+    ) -> UpdateReport:
+        """A whole update: everything that :meth:`Update.send` takes, to ``version``; returns the report.
+
+        The same as ``with sender.update(version, scope) as update: update.send(source)``, and quicker: a
+        trainer of one rank, whose only engine reads directly, asks for all of it in one exchange. What
+        goes wrong before a session was asked for is raised as itself (a name that the engine does not
+        have, an engine that cannot be reached), and after that :class:`UpdateFailedError`.
+        """
+        update = self._checked_update(version, scope, Ending.WITH_SEND)
+        try:
+            with update:
+                update.send(source)
+        except UpdateFailedError:
+            raise
+        except WeightSyncError as error:
+            if update.report is None or not update.is_begun:
+                raise
+            if not update.report.is_committed:  # else only the answer was lost
+                raise update.failure(update.report) from error
+        if update.report is None:
+            raise SessionError(f"the update to version {version} left no report")
+        return update.report
+
     def update(self, version: int, scope: Iterable[str] | None = None) -> Update:
         """An update to ``version``, as a context manager; leaving it commits.
 
@@ -197,13 +244,16 @@ class Sender:
         exception inside aborts. Leaving raises :class:`UpdateFailedError` if any engine did not
         commit. Engines that were lost since the last update are connected again first.
         """
+        return self._checked_update(version, scope, Ending.WHEN_LEFT)
+
+    def _checked_update(self, version: int, scope: Iterable[str] | None, ending: Ending) -> Update:
         if not isinstance(version, int) or isinstance(version, bool) or version < 0:
             raise ConfigError(f"version {version!r} must be an integer >= 0")
         if self._closed.is_set():
             raise ConfigError("the sender is closed")
         if isinstance(scope, str | bytes) or not isinstance(scope, Iterable | None):
             raise ConfigError(f"scope {scope!r} must be a list of names, or None for everything")
-        return Update(self, version, None if scope is None else list(scope))
+        return Update(self, version, None if scope is None else list(scope), ending)
 
     def status(self) -> list[dict[str, Any]]:
         """What each engine says of itself; ``{"error": ...}`` for one that does not answer."""
@@ -285,10 +335,18 @@ def _client(engine: Any, token: str | None) -> ControlClient:
 class Update:
     """One update over all engines of a sender. ``report`` is set when it is over."""
 
-    def __init__(self, sender: Sender, version: int, scope: list[str] | None) -> None:
+    def __init__(
+        self,
+        sender: Sender,
+        version: int,
+        scope: list[str] | None,
+        ending: Ending = Ending.WHEN_LEFT,
+    ) -> None:
         self._sender = sender
         self.version = version
         self._scope = scope
+        self._ending = ending
+        self._is_last_move = False
         self._sessions: list[_Session] = []
         self._num_moves = 0
         self._number = 0  # among the updates of this sender
@@ -329,6 +387,11 @@ class Update:
         if any(s.link.needs_connecting for s in self._sessions if s.error is None):
             self._on_sessions(connect)
 
+    @property
+    def is_begun(self) -> bool:
+        """Whether any engine was asked for anything."""
+        return any(session.is_begun for session in self._sessions)
+
     def _on_sessions(self, act: Callable[[_Session], None]) -> None:
         """``act`` on every engine that has not failed; one that fails is fenced off, and when none is
         left its error is raised."""
@@ -358,6 +421,8 @@ class Update:
         if self._sender._update is not self:
             raise SessionError("send is only possible inside `with sender.update(...)`")
         crew = self._sender._crew
+        is_one_part = self._sender._collector.is_one_part(source)
+        self._is_last_move = self._ending is Ending.WITH_SEND and is_one_part
         for tensors, dropped in self._sender._collector.collect(source):
             self._dropped.update(dropped)
             if crew is not None:
@@ -414,9 +479,8 @@ class Update:
             finally:
                 seat.leave()
             reach("trainer.moved")
-            session.moves.append((bound.shares, digests))
-            session.num_bytes += bound.plan.total_bytes
-            session.contract = bound.plan.contract
+            if not session.is_committed:
+                session.note_move(bound, digests)
 
         self._on_sessions(act)
 
@@ -441,6 +505,10 @@ class Update:
             if not is_joined:
                 self._begin(session)
                 return
+            if self._is_last_move:
+                seat.leave()
+                self._begin_to_commit(session, move_id, described)
+                return
             reach("trainer.begin")
             session.is_begun = True
             make_manifests(bound, digests)
@@ -456,6 +524,38 @@ class Update:
             make_manifests(bound, digests)
             link.move(session.session_id, move_id, bound, published, session.token, seat)
         return bound, digests
+
+    def _begin_to_commit(
+        self, session: _Session, move_id: int, described: tuple[Bound, Digests, list[Publication]]
+    ) -> None:
+        """Nothing follows this move, and all that a manifest says is known before it."""
+        bound, digests, published = described
+        session.note_move(bound, digests)
+
+        def make_manifests() -> list[dict[str, Any]]:
+            session.root, manifests = self._manifests(session, session.moves)
+            return manifests
+
+        for point in ("trainer.begin", "trainer.prepare", "trainer.prepared"):
+            reach(point)
+        session.is_begun = session.is_commit_asked = True
+        try:
+            answer = session.link.begin_to_commit(
+                session.session_id,
+                self.version,
+                self._scope,
+                move_id,
+                bound,
+                published,
+                make_manifests,
+            )
+        except WeightSyncError as error:
+            # What the engine answers with an error it did not go on with; a lost answer says nothing.
+            session.is_commit_asked = isinstance(error, _UNANSWERED)
+            raise
+        session.stats = answer.get("stats", {})
+        session.is_moved = session.is_committed = True
+        reach("trainer.committed")
 
     def _is_alone(self, session: _Session) -> bool:
         """Whether nobody else must be heard between two stages: one trainer rank, one engine."""
@@ -503,6 +603,7 @@ class Update:
         except EpochError:
             session.link.connect()
             session.session_id, session.is_begun = new_session_id(), False
+            session.moves, session.num_bytes = [], 0
             plan = make_plan()
             begin(plan)
         return plan
@@ -537,14 +638,21 @@ class Update:
             self._tell_end()
         if self.report is None or self.report.is_committed:
             return  # also where only the answer to a commit was lost
-        ended = zip(self._sessions, self.report.engines, strict=True)
+        failure = self.failure(self.report)
+        raise failure from failure.__cause__
+
+    def failure(self, report: UpdateReport) -> UpdateFailedError:
+        """Of a report in which an engine did not commit; caused by what the first of them met."""
+        ended = zip(self._sessions, report.engines, strict=True)
         failed = [s for s, engine in ended if engine.outcome is not Outcome.COMMITTED]
         first = failed[0].error
-        raise UpdateFailedError(
+        error = UpdateFailedError(
             f"version {self.version}: {len(failed)} of {len(self._sessions)} engines did not "
             f"commit; {failed[0].link.peer}: {first}",
-            self.report,
-        ) from first
+            report,
+        )
+        error.__cause__ = first
+        return error
 
     def _give_up(self, error: BaseException) -> None:
         for session in self._sessions:
@@ -564,6 +672,8 @@ class Update:
                 raise MissingNameError("nothing was sent; call update.send(...) before leaving")
             # A round in which nobody has anything still ends its session.
             self._ready(session, lambda: None, lambda _: self._begin(session))
+        if session.is_committed:
+            return
         reach("trainer.prepare")
         link, session_id = session.link, session.session_id
         manifests = self._all_manifests(session)

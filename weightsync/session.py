@@ -86,6 +86,8 @@ class EndedSession:
     session_id: str
     outcome: Outcome
     detail: str
+    spec: SessionSpec | None = None  # as its begin said it
+    moves_done: frozenset[int] = frozenset()
 
 
 # --- what the leader hears from the trainer; ``request`` names the caller that waits -------------

@@ -300,6 +300,9 @@ def _begin(state: LeaderState, event: Begin, now_s: float) -> Step:
     if state.spec == spec and event.epoch == state.epoch:  # asked again: why it is being aborted
         refused = _not_usable(state, spec.session_id, event.request)
         return state, [] if refused is None else [refused]
+    ended = _committed(state, spec.session_id)
+    if ended is not None and ended.spec == spec and event.epoch == state.epoch:
+        return state, [Answer(event.request, {"phase": Phase.OPEN.value})]
     error = _refusal(state, event, now_s)
     if error is not None:
         return state, [Answer(event.request, error=error)]
@@ -372,7 +375,17 @@ def _version_refusal(state: LeaderState, spec: SessionSpec) -> VersionError | No
     )
 
 
+def _committed(state: LeaderState, session_id: str) -> EndedSession | None:
+    """That session, if it did commit: what was asked for together with its commit may be asked again, by a
+    caller that heard nothing, and is answered as it was."""
+    ended = outcome_of(state, session_id)
+    return ended if ended is not None and ended.outcome is Outcome.COMMITTED else None
+
+
 def _move(state: LeaderState, event: Move, now_s: float) -> Step:
+    ended = _committed(state, event.session_id)
+    if ended is not None and event.move_id in ended.moves_done:
+        return state, [Answer(event.request, {"move_id": event.move_id})]
     if (wrong := _not_usable(state, event.session_id, event.request)) is not None:
         return state, [wrong]
     if event.move_id in state.moves_done:
@@ -387,8 +400,7 @@ def _move(state: LeaderState, event: Move, now_s: float) -> Step:
 
 
 def _prepare(state: LeaderState, event: Prepare, now_s: float) -> Step:
-    ended = outcome_of(state, event.session_id)
-    if ended is not None and ended.outcome is Outcome.COMMITTED:  # asked again, with its commit
+    if _committed(state, event.session_id) is not None:
         return state, [Answer(event.request, {"phase": Phase.PREPARED.value})]
     if (wrong := _not_usable(state, event.session_id, event.request)) is not None:
         return state, [wrong]
@@ -403,8 +415,8 @@ def _prepare(state: LeaderState, event: Prepare, now_s: float) -> Step:
 
 
 def _commit(state: LeaderState, event: Commit, now_s: float) -> Step:
-    ended = outcome_of(state, event.session_id)
-    if ended is not None and ended.outcome is Outcome.COMMITTED:
+    ended = _committed(state, event.session_id)
+    if ended is not None:
         return state, [Answer(event.request, {"outcome": ended.outcome.value})]
     if (wrong := _not_usable(state, event.session_id, event.request)) is not None:
         return state, [wrong]
@@ -622,7 +634,7 @@ def _end(state: LeaderState, outcome: Outcome, error: WeightSyncError | None) ->
     if spec is None:  # cannot be: only phases with a session end one
         return state, []
     detail = "" if error is None else str(error)
-    ended = EndedSession(spec.session_id, outcome, detail)
+    ended = EndedSession(spec.session_id, outcome, detail, spec, state.moves_done)
     actions: list[LeaderAction] = []
     if outcome is Outcome.TAINTED:
         taint = state.taint or detail or "an update failed after the first live byte"

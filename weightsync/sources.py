@@ -6,7 +6,7 @@ import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 from weightsync.errors import ConfigError
@@ -100,7 +100,7 @@ class NamedSource:
 
     def collect(self, listed: Sequence[tuple[str, Any]]) -> tuple[LocalTensors, Mapping[str, str]]:
         """The tensors after the rules, and what the rules dropped. The caller keeps the tensors."""
-        names, tensors = [name for name, _ in listed], [tensor for _, tensor in listed]
+        names, tensors = list(map(itemgetter(0), listed)), list(map(itemgetter(1), listed))
         seen = (where(tensors), laziness(tensors)) if _are_plain(tensors) else None
         is_same = seen is not None and (names, seen) == (self._names, self._seen)
         if self._kept is not None and is_same:
@@ -136,6 +136,17 @@ def _is_lazy(tensor: Any) -> bool:
         return any(_is_lazy(piece.tensor) for piece in tensor.pieces)
     local = local_part(tensor) if is_dtensor(tensor) else tensor
     return bool(local.is_conj() or local.is_neg())
+
+
+def listed_pairs(named: Any) -> list[tuple[str, Any]]:
+    """All of :func:`pairs`, looked at together: of many tensors a line for each takes longer than a copy."""
+    if isinstance(named, Iterable):
+        listed = list(named)
+        is_pairs = set(map(type, listed)) <= {tuple} and set(map(len, listed)) <= {2}
+        if is_pairs and set(map(type, map(itemgetter(0), listed))) <= {str}:
+            return listed
+        named = listed
+    return list(pairs(named))
 
 
 def pairs(named: Any) -> Iterator[tuple[str, Any]]:

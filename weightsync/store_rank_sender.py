@@ -67,6 +67,16 @@ class FollowerStoreSender:
         self._advanced: Future[None] | None = None
         self._pipe = RankPipe(channel, self._on_frame, self._on_lost)
 
+    def update_weights(self, source: Any, *, version: int) -> PublishReport:
+        """This rank's part of a whole update; waits until the version is visible, and returns its report.
+        With :meth:`update` it is published behind the next training step."""
+        with self.update(version) as update:
+            update.send(source)
+        report = update.report
+        if report is None:
+            raise SessionError(f"version {version} was given up")
+        return report
+
     def update(self, version: int) -> FollowerUpdate:
         """The update that rank 0 enters, too."""
         return FollowerUpdate(self, version)

@@ -70,6 +70,16 @@ class StoreSender:
     def _made_publisher(self) -> Publisher:
         return Publisher(self.store, **publisher_options(self.options, self._threads))
 
+    def update_weights(self, source: Any, *, version: int) -> PublishReport:
+        """A whole update; waits until the version is visible, and returns its report. With
+        :meth:`update` it is published behind the next training step."""
+        with self.update(version) as update:
+            update.send(source)
+        report = update.report
+        if report is None:
+            raise SessionError(f"version {version} was given up")
+        return report
+
     def update(self, version: int) -> StoreUpdate:
         """An update to ``version``, as a context manager; leaving it hands the version to the publisher.
 

@@ -1,3 +1,5 @@
+#include <pybind11/stl.h>
+
 #include "weightsync/cuda_device.hpp"
 #include "weightsync/cuda_tables.hpp"
 #include "weightsync/cuda_units.hpp"
@@ -139,11 +141,19 @@ void bind_tables(py::module_& module) {
     bind_digesting(copies);
 }
 
-PatchWork patch_work(int work) {
-    if (work < 0 || work > static_cast<int>(PatchWork::compare_former)) {
-        throw std::invalid_argument("patch work " + std::to_string(work) + " of 4");
+std::vector<PatchWork> patch_works(const std::vector<int>& works) {
+    std::vector<PatchWork> found;
+    for (const int work : works) {
+        if (work < 0 || work > static_cast<int>(PatchWork::compare_former)) {
+            throw std::invalid_argument("patch work " + std::to_string(work) + " of 4");
+        }
+        found.push_back(static_cast<PatchWork>(work));
     }
-    return static_cast<PatchWork>(work);
+    return found;
+}
+
+std::pair<std::uint64_t, std::uint64_t> pair_of(const PatchFound& found) {
+    return {found.different, found.growth};
 }
 
 void bind_patch(py::module_& module) {
@@ -155,24 +165,24 @@ void bind_patch(py::module_& module) {
              py::arg("rows_ptr"), py::arg("num_rows"), py::arg("device"))
         .def(
             "run",
-            [](CudaPatchTable& self, std::uintptr_t stream, int work) {
-                const PatchWork wanted = patch_work(work);
+            [](CudaPatchTable& self, std::uintptr_t stream, const std::vector<int>& works) {
+                const std::vector<PatchWork> wanted = patch_works(works);
                 const py::gil_scoped_release released;
-                return self.run(stream, wanted);
+                return pair_of(self.run(stream, wanted));
             },
-            py::arg("stream"), py::arg("work"))
+            py::arg("stream"), py::arg("works"))
         .def("close", [](CudaPatchTable& self) {
             const py::gil_scoped_release released;
             self.close();
         });
     module.def(
         "run_patch",
-        [](std::uintptr_t rows_ptr, std::int64_t num_rows, int work) {
-            const PatchWork wanted = patch_work(work);
+        [](std::uintptr_t rows_ptr, std::int64_t num_rows, const std::vector<int>& works) {
+            const std::vector<PatchWork> wanted = patch_works(works);
             const py::gil_scoped_release released;
-            return run_patch(pointer<const PatchRow>(rows_ptr), num_rows, wanted);
+            return pair_of(run_patch(pointer<const PatchRow>(rows_ptr), num_rows, wanted));
         },
-        py::arg("rows_ptr"), py::arg("num_rows"), py::arg("work"));
+        py::arg("rows_ptr"), py::arg("num_rows"), py::arg("works"));
 }
 
 // The CPU's twins of the launches, for tests. All memory is this process's.

@@ -97,6 +97,8 @@ void bind_cuda_memory(py::module_& module) {
                py::arg("device"), released());
     module.def("cuda_elapsed_s", &cuda_elapsed_s, py::arg("start"), py::arg("stop"),
                py::arg("device"), released());
+    module.def("cuda_wait_event", &cuda_wait_event, py::arg("event"), py::arg("device"),
+               released());
     module.def("cuda_event_passed", &cuda_event_passed, py::arg("event"), py::arg("device"),
                released());
     module.def("cuda_synchronize", &cuda_synchronize, py::arg("device"), released());

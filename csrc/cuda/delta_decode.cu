@@ -43,8 +43,10 @@ __device__ __forceinline__ void for_rows_by(const DeltaEmit<kind>& emit, std::ui
         typename Vector::Lane old[unroll];
 #pragma unroll
         for (std::uint32_t u = 0; u < unroll; ++u) {
-            old[u] = Vector::read(emit.place.old,
-                                  start + u * Vector::row_elements + lane * Vector::elements, size);
+            const std::uint32_t at = start + u * Vector::row_elements + lane * Vector::elements;
+            old[u] = start + unroll * Vector::row_elements <= size
+                         ? Vector::read_whole(emit.place.old, at)
+                         : Vector::read(emit.place.old, at, size);
         }
 #pragma unroll
         for (std::uint32_t u = 0; u < unroll; ++u) {
@@ -68,21 +70,15 @@ __device__ __forceinline__ void for_rows(const DeltaEmit<kind>& emit, std::uint3
 template <DeltaKind kind>
 __device__ __forceinline__ void count_keys(const DeltaEmit<kind>& emit, DeltaDecodeBlock* block,
                                            std::uint32_t warp, std::uint32_t lane) {
-    std::uint32_t running[kDeltaThresholds + 1] = {};
+    FieldSum running(lane);
     for_rows<kind>(
         emit, warp, lane, [&](std::uint32_t, const auto&, const DeltaCounts& own, std::uint32_t r) {
-            if (lane == 0) {
-#pragma unroll
-                for (int t = 0; t < kDeltaThresholds; ++t) {
-                    block->starts[warp][r].reached[t] = static_cast<std::uint16_t>(running[t]);
-                }
+            if (lane < kDeltaThresholds) {
+                block->starts[warp][r].reached[lane] = static_cast<std::uint16_t>(running.sum());
             }
-            delta_add_row(sum_counts(own), running);
+            running.add(sum_counts(own));
         });
-    if (lane == 0) {
-#pragma unroll
-        for (int t = 0; t < kDeltaThresholds; ++t) block->totals[warp][t] = running[t];
-    }
+    if (lane < kDeltaThresholds) block->totals[warp][lane] = running.sum();
 }
 
 // All codes of a block to maps and steps. False, for all threads, if that cannot be: the state says
@@ -181,7 +177,7 @@ __global__ __launch_bounds__(kDeltaThreads, 6) void decode_kernel(Launch launch)
     for_rows<kind>(emit, warp, lane,
                    [&](std::uint32_t at, const auto& old, const DeltaCounts& own, std::uint32_t) {
                        DeltaCounts total;
-                       emit.find(old, at, own, scan_counts(own, has_high, lane, &total));
+                       emit.find(old, at, own, scan_counts(own, has_high, &total));
                    });
     __syncthreads();
     if (__syncthreads_or(thread == 0 && !delta_all_found(&block, state) ? 1 : 0) != 0) return;

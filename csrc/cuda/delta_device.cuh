@@ -14,6 +14,24 @@ namespace lanes {
 
 constexpr unsigned kFull = 0xFFFFFFFFu;
 
+// `value` and those of the lanes before this one. The shuffle itself says whether there is a lane
+// so far below: two instructions a step.
+__device__ __forceinline__ std::uint32_t scan_inclusive(std::uint32_t value) {
+#pragma unroll
+    for (unsigned distance = 1; distance < kWarpLanes; distance *= 2) {
+        asm volatile(
+            "{\n"
+            "  .reg .u32 other;\n"
+            "  .reg .pred has_other;\n"
+            "  shfl.sync.up.b32 other|has_other, %0, %1, 0, 0xffffffff;\n"
+            "  @has_other add.u32 %0, %0, other;\n"
+            "}\n"
+            : "+r"(value)
+            : "r"(distance));
+    }
+    return value;
+}
+
 // A warp; see SoloTeam.
 struct WarpTeam {
     std::uint32_t lane;
@@ -29,17 +47,51 @@ struct WarpTeam {
         for (std::uint32_t first = 0; first < count; first += kWarpLanes) {
             const std::uint32_t i = first + lane;
             const std::uint32_t own = i < count ? value(i) : 0;
-            std::uint32_t upto = own;
-#pragma unroll
-            for (int distance = 1; distance < static_cast<int>(kWarpLanes); distance *= 2) {
-                const std::uint32_t other = __shfl_up_sync(kFull, upto, distance);
-                if (static_cast<int>(lane) >= distance) upto += other;
-            }
+            const std::uint32_t upto = scan_inclusive(own);
             if (i < count) f(i, running + upto - own, own);
             running += __shfl_sync(kFull, upto, kWarpLanes - 1);
         }
         __syncwarp();
         return running;
+    }
+    template <typename IsChosen, typename F>
+    __device__ std::uint32_t choose(std::uint32_t count, const IsChosen& is_chosen,
+                                    const F& f) const {
+        std::uint32_t running = 0;
+        for (std::uint32_t first = 0; first < count; first += kWarpLanes) {
+            const std::uint32_t i = first + lane;
+            const bool is_one = i < count && is_chosen(i);
+            const unsigned votes = __ballot_sync(kFull, is_one);
+            if (is_one) f(i, running + static_cast<std::uint32_t>(__popc(votes & below())));
+            running += static_cast<std::uint32_t>(__popc(votes));
+        }
+        __syncwarp();
+        return running;
+    }
+    template <typename Class, typename F>
+    __device__ void number(std::uint32_t count, const Class& class_of, const F& f) const {
+        std::uint32_t running[kDeltaClasses] = {};
+        for (std::uint32_t first = 0; first < count; first += kWarpLanes) {
+            const std::uint32_t i = first + lane;
+            const std::uint32_t c = i < count ? class_of(i) : kDeltaClasses;
+            std::uint32_t before = 0;
+#pragma unroll
+            for (std::uint32_t one = 0; one < kDeltaClasses; ++one) {
+                const unsigned votes = __ballot_sync(kFull, c == one);
+                if (c == one) {
+                    before = running[one] + static_cast<std::uint32_t>(__popc(votes & below()));
+                }
+                running[one] += static_cast<std::uint32_t>(__popc(votes));
+            }
+            if (i < count) f(i, c, before);
+        }
+        __syncwarp();
+    }
+    template <typename Value>
+    __device__ std::uint32_t sum(std::uint32_t count, const Value& value) const {
+        std::uint32_t own = 0;
+        for (std::uint32_t i = lane; i < count; i += kWarpLanes) own += value(i);
+        return __reduce_add_sync(kFull, own);
     }
     template <typename Cost>
     __device__ std::uint32_t least(std::uint32_t count, const Cost& cost) const {
@@ -56,28 +108,52 @@ struct WarpTeam {
         }
         return best;
     }
+
+  private:
+    // The lanes before this one.
+    __device__ unsigned below() const { return (1u << lane) - 1; }
 };
 
 // Counts of the lanes before this one; `total` gets those of all.
 __device__ __forceinline__ DeltaCounts scan_counts(const DeltaCounts& own, bool has_high,
-                                                   std::uint32_t lane, DeltaCounts* total) {
-    DeltaCounts upto = own;
-#pragma unroll
-    for (int distance = 1; distance < static_cast<int>(kWarpLanes); distance *= 2) {
-        const std::uint32_t low = __shfl_up_sync(kFull, upto.low, distance);
-        if (static_cast<int>(lane) >= distance) upto.low += low;
-    }
-    if (has_high) {
-#pragma unroll
-        for (int distance = 1; distance < static_cast<int>(kWarpLanes); distance *= 2) {
-            const std::uint32_t high = __shfl_up_sync(kFull, upto.high, distance);
-            if (static_cast<int>(lane) >= distance) upto.high += high;
-        }
-    }
+                                                   DeltaCounts* total) {
+    const DeltaCounts upto{scan_inclusive(own.low), has_high ? scan_inclusive(own.high) : own.high};
     total->low = __shfl_sync(kFull, upto.low, kWarpLanes - 1);
     total->high = __shfl_sync(kFull, upto.high, kWarpLanes - 1);
     return {upto.low - own.low, upto.high - own.high};
 }
+
+// A value that stays in its register: else what is quickly made is made again in every round.
+__device__ __forceinline__ std::uint32_t held(std::uint32_t value) {
+    asm volatile("" : "+r"(value));
+    return value;
+}
+
+// The same of an address in shared memory.
+template <typename T>
+__device__ __forceinline__ T* held_shared(T* ptr) {
+    const auto address = static_cast<std::uint32_t>(__cvta_generic_to_shared(ptr));
+    return static_cast<T*>(__cvta_shared_to_generic(held(address)));
+}
+
+// The sum of one field of the rows' counts: in lane t the keys that reach threshold t, in the lane
+// behind them the changes.
+class FieldSum {
+  public:
+    __device__ __forceinline__ explicit FieldSum(std::uint32_t lane)
+        : high_(held(lane >= 2 && lane < kDeltaThresholds ? ~0u : 0u)),
+          shift_(held(lane >= kDeltaThresholds ? 0 : (lane < 2 ? lane + 1 : lane - 2) * 10)) {}
+
+    __device__ __forceinline__ void add(const DeltaCounts& row) {
+        sum_ += ((row.high & high_) | (row.low & ~high_)) >> shift_ & 1023u;
+    }
+    __device__ __forceinline__ std::uint32_t sum() const { return sum_; }
+
+  private:
+    std::uint32_t high_;
+    std::uint32_t shift_;
+    std::uint32_t sum_ = 0;
+};
 
 // Counts of all lanes.
 __device__ __forceinline__ DeltaCounts sum_counts(const DeltaCounts& own) {

@@ -10,8 +10,12 @@ namespace {
 
 using namespace lanes;
 
-// Changes of one warp that shared memory holds: five blocks of threads a multiprocessor.
-constexpr std::uint32_t kCapacity = 288;
+#ifndef WEIGHTSYNC_DELTA_CAPACITY
+#define WEIGHTSYNC_DELTA_CAPACITY 352
+#define WEIGHTSYNC_DELTA_BLOCKS 4
+#endif
+// Changes of one warp that shared memory holds: four blocks of threads a multiprocessor.
+constexpr std::uint32_t kCapacity = WEIGHTSYNC_DELTA_CAPACITY;
 struct Launch {
     const DeltaSpanRow* rows;
     const std::int64_t* first_block;
@@ -32,94 +36,108 @@ struct Launch {
 // What a block of threads shares.
 struct Shared {
     DeltaBlockCounts counts;
-    DeltaCuts cuts;
     unsigned long long digest;
     unsigned long long offset;
-    std::uint32_t is_fitting;
 };
 
+// What all threads of a block of threads know.
+struct Work {
+    const DeltaBlockPlace& block;
+    const DeltaStage& stage;
+    const DeltaParameters& parameters;
+    DeltaBlockCounts* counts;
+    std::uint32_t warp;
+    std::uint32_t lane;
+};
+
+// Staged changes from `first` on, one a lane. Adds up what they add to the digest, and in lane c
+// how many are of class c.
+template <DeltaKind kind>
+__device__ __forceinline__ void turn(const Work& work, std::uint32_t first, std::uint32_t staged,
+                                     std::uint64_t* growth, std::uint32_t* in_class) {
+    const std::uint32_t i = first + work.lane;
+    std::uint32_t c = kDeltaClasses;
+    if (i < staged) {
+        *growth += delta_turn<kind>(work.stage, work.block, work.parameters,
+                                    work.counts->starts[work.warp], work.warp, i);
+        c = work.stage.label[work.warp * work.stage.capacity + i] & 7;
+    }
+#pragma unroll
+    for (std::uint32_t one = 0; one < kDeltaClasses; ++one) {
+        const unsigned votes = __ballot_sync(kFull, c == one);
+        if (work.lane == one) *in_class += static_cast<std::uint32_t>(__popc(votes));
+    }
+}
+
+// Looks at all rows of a warp, and turns what changed while it is still in the caches: as soon as
+// there are changes for all lanes. Returns what they add to the digest, in every lane its part.
 template <DeltaKind kind, bool has_byte_keys>
-__device__ __forceinline__ void look_at(const DeltaBlockPlace& block, const DeltaStage& stage,
-                                        const DeltaCuts& cuts, int num_thresholds,
-                                        DeltaBlockCounts* counts, std::uint32_t warp,
-                                        std::uint32_t lane) {
+__device__ __forceinline__ std::uint64_t look_at(const Work& work, const DeltaCuts& cuts) {
     using Vector = DeltaVector<kind>;
     constexpr std::uint32_t unroll = 2 / Vector::vectors;
-    std::uint32_t running[kDeltaThresholds + 1] = {};
-    const std::uint32_t begin = warp * kDeltaWarpElements;
-    for (std::uint32_t r = 0; r < Vector::rows; r += unroll) {
-        const std::uint32_t start = begin + r * Vector::row_elements;
-        if (start >= block.size) break;
-        typename Vector::Lane old[unroll];
-        typename Vector::Lane current[unroll];
+    const DeltaBlockPlace& block = work.block;
+    const std::uint32_t warp = work.warp;
+    const std::uint32_t lane = work.lane;
+    const int num_thresholds = work.parameters.num_thresholds;
+    FieldSum running(lane);
+    std::uint64_t growth = 0;
+    std::uint32_t in_class = 0;
+    std::uint32_t found = 0;  // changes, which all lanes need
+    std::uint32_t turned = 0;
+    for (std::uint32_t r = 0;; r += unroll) {
+        const std::uint32_t start = warp * kDeltaWarpElements + r * Vector::row_elements;
+        const bool is_over = r >= Vector::rows || start >= block.size;
+        if (!is_over) {
+            typename Vector::Lane old[unroll];
+            typename Vector::Lane current[unroll];
 #pragma unroll
-        for (std::uint32_t u = 0; u < unroll; ++u) {
-            const std::uint32_t at = start + u * Vector::row_elements + lane * Vector::elements;
-            old[u] = Vector::read(block.old, at, block.size);
-            current[u] = Vector::read(block.current, at, block.size);
-        }
-#pragma unroll
-        for (std::uint32_t u = 0; u < unroll; ++u) {
-            const std::uint32_t at = start + u * Vector::row_elements + lane * Vector::elements;
-            const std::uint32_t changed = Vector::changed_mask(old[u], current[u]);
-            const DeltaCounts own =
-                delta_count<kind, has_byte_keys>(old[u], changed, cuts, num_thresholds);
-            DeltaCounts total;
-            const DeltaCounts before = scan_counts(own, num_thresholds > 2, lane, &total);
-            if (lane == 0) {
-#pragma unroll
-                for (int t = 0; t <= kDeltaThresholds; ++t) {
-                    counts->starts[warp][r + u].reached[t] = static_cast<std::uint16_t>(running[t]);
+            for (std::uint32_t u = 0; u < unroll; ++u) {
+                const std::uint32_t at = start + u * Vector::row_elements + lane * Vector::elements;
+                if (start + unroll * Vector::row_elements <= block.size) {
+                    old[u] = Vector::read_whole(block.old, at);
+                    current[u] = Vector::read_whole(block.current, at);
+                } else {
+                    old[u] = Vector::read(block.old, at, block.size);
+                    current[u] = Vector::read(block.current, at, block.size);
                 }
             }
-            delta_stage_lane(stage, warp, at, changed, before, running[kDeltaThresholds]);
-            delta_add_row(total, running);
-        }
-    }
-    if (lane == 0) {
 #pragma unroll
-        for (int t = 0; t <= kDeltaThresholds; ++t) counts->totals[warp][t] = running[t];
-    }
-}
-
-template <DeltaKind kind>
-__device__ __forceinline__ void look(const DeltaBlockPlace& block, const DeltaStage& stage,
-                                     const DeltaCuts& cuts, const DeltaParameters& parameters,
-                                     DeltaBlockCounts* counts, std::uint32_t warp,
-                                     std::uint32_t lane) {
-    const int num_thresholds = parameters.num_thresholds;
-    if (kind == DeltaKind::float16 && delta_has_byte_keys<kind>(parameters)) {
-        look_at<kind, kind == DeltaKind::float16>(block, stage, cuts, num_thresholds, counts, warp,
-                                                  lane);
-    } else {
-        look_at<kind, false>(block, stage, cuts, num_thresholds, counts, warp, lane);
-    }
-}
-
-// The digest's growth by this warp's changes, in every lane's part; counts classes.
-template <DeltaKind kind>
-__device__ __forceinline__ std::uint64_t turn(const DeltaBlockPlace& block, const DeltaStage& stage,
-                                              const DeltaParameters& parameters,
-                                              const DeltaCuts& cuts, DeltaBlockCounts* counts,
-                                              std::uint32_t warp, std::uint32_t lane) {
-    std::uint64_t sum = 0;
-    const std::uint32_t staged = counts->staged[warp];
-    for (std::uint32_t first = 0; first < staged; first += kWarpLanes) {
-        const std::uint32_t i = first + lane;
-        std::uint32_t c = kDeltaClasses;
-        if (i < staged) {
-            sum += delta_turn<kind>(stage, block, parameters, cuts, counts->starts[warp],
-                                    counts->base[warp], warp, i);
-            c = stage.label[warp * stage.capacity + i] & 7;
-        }
-        for (int one = 0; one <= parameters.num_thresholds; ++one) {
-            const unsigned votes = __ballot_sync(kFull, static_cast<int>(c) == one);
-            if (lane == 0 && votes != 0) {
-                atomicAdd(&counts->class_changes[one], static_cast<std::uint32_t>(__popc(votes)));
+            for (std::uint32_t u = 0; u < unroll; ++u) {
+                const std::uint32_t at = start + u * Vector::row_elements + lane * Vector::elements;
+                const std::uint32_t changed = Vector::changed_mask(old[u], current[u]);
+                const DeltaCounts own =
+                    delta_count<kind, has_byte_keys>(old[u], changed, cuts, num_thresholds);
+                DeltaCounts total;
+                const DeltaCounts before = scan_counts(own, num_thresholds > 2, &total);
+                if (lane <= kDeltaThresholds) {
+                    work.counts->starts[warp][r + u].reached[lane] =
+                        static_cast<std::uint16_t>(running.sum());
+                }
+                delta_stage_lane(work.stage, warp, at, changed, before, found);
+                running.add(total);
+                found += total.low & 1023u;
             }
         }
+        const std::uint32_t staged = min(found, work.stage.capacity);
+        if (turned + (is_over ? 1 : kWarpLanes) <= staged) __syncwarp();
+        while (turned + (is_over ? 1 : kWarpLanes) <= staged) {
+            turn<kind>(work, turned, staged, &growth, &in_class);
+            turned += kWarpLanes;
+        }
+        if (is_over) break;
     }
-    return sum;
+    if (lane <= kDeltaThresholds) work.counts->totals[warp][lane] = running.sum();
+    if (lane < kDeltaClasses) work.counts->places[warp][lane] = in_class;
+    return growth;
+}
+
+template <DeltaKind kind>
+__device__ __forceinline__ std::uint64_t look(const Work& work) {
+    const DeltaCuts cuts = delta_cuts<kind>(work.parameters);
+    if (kind == DeltaKind::float16 && delta_has_byte_keys<kind>(work.parameters)) {
+        return look_at<kind, kind == DeltaKind::float16>(work, cuts);
+    }
+    return look_at<kind, false>(work, cuts);
 }
 
 // One block by the whole block of threads; all of them return together.
@@ -137,15 +155,14 @@ __device__ __forceinline__ void encode_block(const Launch& launch, const DeltaBl
     for (std::uint32_t i = thread; i < sizeof(DeltaParameters); i += kDeltaThreads) {
         reinterpret_cast<unsigned char*>(parameters)[i] = from[i];
     }
-    if (thread < kDeltaClasses) counts.class_changes[thread] = 0;
     if (thread == 0) shared->digest = 0;
     __syncthreads();
     const DeltaBlockPlace block = delta_place_of<kind>(row, row.new_ptr, unit.block);
-    const DeltaCuts cuts = delta_cuts<kind>(*parameters);
-    if (thread == 0) shared->cuts = cuts;
-    look<kind>(block, stage, cuts, *parameters, &counts, warp, lane);
+    const std::uint64_t sum =
+        cuda::warp_sum(look<kind>(Work{block, stage, *parameters, &counts, warp, lane}));
+    if (lane == 0) atomicAdd(&shared->digest, static_cast<unsigned long long>(sum));
     __syncthreads();
-    if (thread == 0) shared->is_fitting = delta_add_warps(stage, &counts) ? 1 : 0;
+    if (thread <= kDeltaThresholds) delta_add_warps(stage, static_cast<int>(thread), &counts);
     __syncthreads();
     DeltaBlockResult result{launch.digests[at],     0, 0, counts.num_changed,
                             DeltaBlockStatus::done, 0};
@@ -157,12 +174,8 @@ __device__ __forceinline__ void encode_block(const Launch& launch, const DeltaBl
         }
         launch.results[at] = result;
     };
-    if (shared->is_fitting == 0) return finish(DeltaBlockStatus::crowded);
+    if (!counts.is_fitting) return finish(DeltaBlockStatus::crowded);
     if (counts.num_changed == 0) return finish(DeltaBlockStatus::done);
-    const std::uint64_t sum =
-        cuda::warp_sum(turn<kind>(block, stage, *parameters, shared->cuts, &counts, warp, lane));
-    if (lane == 0) atomicAdd(&shared->digest, static_cast<unsigned long long>(sum));
-    __syncthreads();
     // A warp a class: what one thread does, another of its warp would have to wait for.
     if (lane == 0 && warp <= kDeltaClasses) {
         delta_measure_class(block.size, *parameters, static_cast<int>(warp), &counts);
@@ -172,14 +185,16 @@ __device__ __forceinline__ void encode_block(const Launch& launch, const DeltaBl
     __syncthreads();
     const WarpTeam team{lane};
     const bool has_class = static_cast<int>(warp) < counts.num_classes;
-    if (has_class) {
-        delta_gather(team, stage, counts.staged, static_cast<int>(warp),
-                     counts.mode == DeltaMode::gaps, counts.classes[warp].begin);
+    if (static_cast<int>(lane) < counts.num_classes) {
+        delta_begin_places(warp, static_cast<int>(lane), &counts);
     }
+    __syncwarp();
+    delta_place(team, stage, warp, counts.staged[warp], counts.mode == DeltaMode::gaps,
+                counts.places[warp], counts.numbers[warp]);
     __syncthreads();
     if (has_class) delta_measure(team, stage, &counts.classes[warp]);
     __syncthreads();
-    std::uint64_t total = 0;
+    std::uint32_t total = 0;
     const DeltaPlanes planes =
         delta_planes(counts.classes, counts.num_classes, static_cast<int>(warp), &total);
     result.num_bytes = static_cast<std::uint32_t>((total + 7) / 8);
@@ -212,13 +227,14 @@ __device__ __forceinline__ void encode_block(const Launch& launch, const DeltaBl
 }
 
 template <DeltaKind kind>
-__global__ __launch_bounds__(kDeltaThreads, 5) void encode_kernel(Launch launch) {
+__global__ __launch_bounds__(kDeltaThreads,
+                             WEIGHTSYNC_DELTA_BLOCKS) void encode_kernel(Launch launch) {
     extern __shared__ __align__(16) unsigned char memory[];
     __shared__ Shared shared;
     __shared__ __align__(8) unsigned char parameters[sizeof(DeltaParameters)];
     DeltaStage stage;
-    delta_stage_at(memory, kCapacity, 0, &stage);
-    encode_block<kind, false>(launch, launch.units[blockIdx.x], stage, &shared,
+    delta_stage_at(held_shared(memory), kCapacity, 0, &stage);
+    encode_block<kind, false>(launch, launch.units[blockIdx.x], stage, held_shared(&shared),
                               reinterpret_cast<DeltaParameters*>(parameters));
 }
 
@@ -237,6 +253,10 @@ __global__ __launch_bounds__(kDeltaThreads) void crowded_kernel(Launch launch) {
         __syncthreads();
     }
 }
+
+// Elements of a sample that a thread has in flight: of a piece, all.
+constexpr int kSampleThreads = 256;
+constexpr int kSampleBatch = kSamplePiece / kSampleThreads;
 
 // A block of threads a span.
 template <DeltaKind kind>
@@ -263,16 +283,26 @@ __device__ void sample_span(const DeltaSpanRow& row, std::uint32_t (*steps)[kDel
         const DeltaSamplePiece piece = delta_sample_piece(size, p);
         compared += static_cast<std::uint32_t>(piece.end - piece.begin);
         counted += static_cast<std::uint32_t>(piece.counted_end - piece.begin);
-        for (std::int64_t i = piece.begin + thread; i < piece.end; i += blockDim.x) {
-            const std::uint32_t from = load_one(old, i);
-            const std::uint32_t to = load_one(current, i);
-            const std::uint32_t key = Element::key(from);
-            if (i < piece.counted_end) atomicAdd(&counts->all[key], 1u);
-            if (from == to) continue;
-            std::uint32_t down = 0;
-            const std::uint32_t step = Element::step(from, to, &down);
-            atomicAdd(&counts->changed[key], 1u);
-            atomicAdd(&steps[key][step <= kDeltaMaxTypical ? step : 0], 1u);
+        for (std::int64_t first = piece.begin + thread; first < piece.end;
+             first += kSampleBatch * blockDim.x) {
+            std::uint32_t from[kSampleBatch];
+            std::uint32_t to[kSampleBatch];
+#pragma unroll
+            for (int k = 0; k < kSampleBatch; ++k) {  // all loads come before the first count
+                const std::int64_t i = first + k * blockDim.x;
+                from[k] = i < piece.end ? load_one(old, i) : 0;
+                to[k] = i < piece.end ? load_one(current, i) : 0;
+            }
+#pragma unroll
+            for (int k = 0; k < kSampleBatch; ++k) {
+                const std::uint32_t key = Element::key(from[k]);
+                if (first + k * blockDim.x < piece.counted_end) atomicAdd(&counts->all[key], 1u);
+                if (from[k] == to[k]) continue;
+                std::uint32_t down = 0;
+                const std::uint32_t step = Element::step(from[k], to[k], &down);
+                atomicAdd(&counts->changed[key], 1u);
+                atomicAdd(&steps[key][step <= kDeltaMaxTypical ? step : 0], 1u);
+            }
         }
     }
     __syncthreads();
@@ -287,8 +317,8 @@ __device__ void sample_span(const DeltaSpanRow& row, std::uint32_t (*steps)[kDel
     }
 }
 
-__global__ __launch_bounds__(256) void sample_kernel(const DeltaSpanRow* rows,
-                                                     DeltaSampleCounts* out) {
+__global__ __launch_bounds__(kSampleThreads) void sample_kernel(const DeltaSpanRow* rows,
+                                                                DeltaSampleCounts* out) {
     extern __shared__ __align__(16) unsigned char memory[];
     __shared__ DeltaSampleCounts counts;
     auto* steps = reinterpret_cast<std::uint32_t (*)[kDeltaMaxTypical + 1]>(memory);
@@ -350,7 +380,8 @@ struct CudaDeltaEncoder::State {
         cuda::check(cudaFuncSetAttribute(sample_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                          static_cast<int>(kSampleBytes)),
                     "cudaFuncSetAttribute", device);
-        sample_kernel<<<static_cast<unsigned>(count), 256, kSampleBytes, stream>>>(rows.get(), out);
+        sample_kernel<<<static_cast<unsigned>(count), kSampleThreads, kSampleBytes, stream>>>(
+            rows.get(), out);
         cuda::check(cudaGetLastError(), "launch of sample_kernel", device);
         const std::size_t bytes = count * sizeof(DeltaSampleCounts);
         download(pinned_samples.fit(bytes, device), out, bytes);

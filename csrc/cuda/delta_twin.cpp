@@ -24,10 +24,12 @@ class BlockTwin {
              std::vector<unsigned char>* arena) {
         *result = {old_digest, 0, 0, 0, DeltaBlockStatus::done, 0};
         for (std::uint32_t warp = 0; warp < kDeltaWarps; ++warp) look(warp);
-        const bool fits = delta_add_warps(stage_, &counts_);
+        for (int column = 0; column <= kDeltaThresholds; ++column) {
+            delta_add_warps(stage_, column, &counts_);
+        }
         result->num_changed = counts_.num_changed;
-        if (!fits) result->status = DeltaBlockStatus::crowded;
-        if (!fits || counts_.num_changed == 0) return;
+        if (!counts_.is_fitting) result->status = DeltaBlockStatus::crowded;
+        if (!counts_.is_fitting || counts_.num_changed == 0) return;
         for (std::uint32_t warp = 0; warp < kDeltaWarps; ++warp) turn(warp, result);
         for (int c = 0; c <= kDeltaClasses; ++c) {
             delta_measure_class(block_.size, parameters_, c, &counts_);
@@ -35,8 +37,10 @@ class BlockTwin {
         delta_choose_mode(block_.size, parameters_, &counts_);
         const bool is_gaps = counts_.mode == DeltaMode::gaps;
         result->mode = static_cast<std::uint32_t>(counts_.mode);
-        for (int c = 0; c < counts_.num_classes; ++c) {
-            delta_gather(team_, stage_, counts_.staged, c, is_gaps, counts_.classes[c].begin);
+        for (std::uint32_t warp = 0; warp < kDeltaWarps; ++warp) {
+            for (int c = 0; c < counts_.num_classes; ++c) delta_begin_places(warp, c, &counts_);
+            delta_place(team_, stage_, warp, counts_.staged[warp], is_gaps, counts_.places[warp],
+                        counts_.numbers[warp]);
         }
         for (int c = 0; c < counts_.num_classes; ++c) {
             delta_measure(team_, stage_, &counts_.classes[c]);
@@ -73,14 +77,14 @@ class BlockTwin {
 
     void turn(std::uint32_t warp, DeltaBlockResult* result) {
         for (std::uint32_t i = 0; i < counts_.staged[warp]; ++i) {
-            result->digest += delta_turn<kind>(stage_, block_, parameters_, cuts_,
-                                               counts_.starts[warp], counts_.base[warp], warp, i);
-            ++counts_.class_changes[stage_.label[warp * stage_.capacity + i] & 7];
+            result->digest +=
+                delta_turn<kind>(stage_, block_, parameters_, counts_.starts[warp], warp, i);
+            ++counts_.places[warp][stage_.label[warp * stage_.capacity + i] & 7];
         }
     }
 
     void write(DeltaBlockResult* result, std::vector<unsigned char>* arena) {
-        std::uint64_t total = 0;
+        std::uint32_t total = 0;
         delta_planes(counts_.classes, counts_.num_classes, 0, &total);
         result->num_bytes = static_cast<std::uint32_t>((total + 7) / 8);
         const auto words = static_cast<std::uint32_t>((total + 31) / 32);

@@ -25,6 +25,7 @@ struct Loader {
     static constexpr int kPitch = few_rows_pitch(kChunk);
     static constexpr int kPieces = kChunk / 8 < 32 ? kChunk / 8 : 32;  // of 16 bytes, at once
     static constexpr int kRows = 32 / kPieces;                         // likewise
+    static constexpr int kAhead = 1536;                                // elements of a row, at most
 
     const FewRowsProduct& of;
     std::int64_t tile;
@@ -63,6 +64,22 @@ struct Loader {
             }
         }
         commit_copies();
+    }
+
+    // Asks the cache for the part of the tile behind what was copied: the device's memory would be
+    // idle while the kernel before ends.
+    __device__ void prefetch() const {
+        constexpr int kLine = 64;  // elements
+        if (tile >= num_tiles || k == 0) return;
+        const auto left = static_cast<std::int32_t>(of.inner) - k;
+        const std::int32_t lines = min(left, kAhead / kParts) / kLine;
+        for (std::int32_t i = lane(); i < kParts * kTile * lines; i += 32) {
+            const std::int32_t row = i / lines;
+            const std::int64_t up = row / kTile * (of.weight_rows / 2 - kTile);
+            const auto* line = static_cast<const std::uint16_t*>(of.weight) +
+                               (tile * kTile + row + up) * of.inner + k + i % lines * kLine;
+            asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
+        }
     }
 };
 
@@ -158,6 +175,7 @@ __global__ __launch_bounds__(kMostThreads, 1) void few_rows_kernel(FewRowsProduc
     loader.open();
 #pragma unroll
     for (int stage = 0; stage < kStages - 1; ++stage) loader.load(ring + stage * kStageBytes);
+    loader.prefetch();
     wait_for_previous();  // also before results are written over what it reads
     __syncthreads();
 

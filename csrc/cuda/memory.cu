@@ -205,6 +205,11 @@ double cuda_elapsed_s(std::uint64_t start, std::uint64_t stop, int device) {
     return spent_ms * 1e-3;
 }
 
+void cuda_wait_event(std::uint64_t event, int device) {
+    const DeviceScope scope(checked_device(device));
+    check(cudaEventSynchronize(as_event(event)), "cudaEventSynchronize", device);
+}
+
 bool cuda_event_passed(std::uint64_t event, int device) {
     const DeviceScope scope(checked_device(device));
     const cudaError_t found = cudaEventQuery(as_event(event));

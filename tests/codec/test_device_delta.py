@@ -12,13 +12,15 @@ import pytest
 from engine_adapter.fake import FakeEngine
 from tests.codec.device_cases import BLOCK, Held, stepped, weights
 from tests.codec.helpers import flat
+from weightsync import rank_store
 from weightsync.codec import Variant, block_digests, encode_tensor, tensor_digest
-from weightsync.codec.spans import Bytes
+from weightsync.codec.spans import Bytes, spans_of
 from weightsync.config import DecodePlace, decode_place
 from weightsync.device_delta import LiveDelta, LiveDigests, decode_there
-from weightsync.device_patch import DecodedWrite, DevicePatch
+from weightsync.device_fold import DecodedTurns
+from weightsync.device_patch import DecodedWrite, DevicePatch, DeviceWrite
 from weightsync.device_tables import read_bytes
-from weightsync.errors import ConfigError, IntegrityError
+from weightsync.errors import CapacityError, ConfigError, IntegrityError
 from weightsync.rank_store import RankStore
 from weightsync.receiver import Receiver
 from weightsync.store import Publisher, Store
@@ -110,14 +112,42 @@ def test_what_is_decoded_is_put_and_taken_back(variant: Variant, device: str) ->
     )
     assert sum(write.count for write in writes) == changed
     patch = DevicePatch(writes, device)
-    patch.put()
-    patch.check()
+    growth = sum(
+        tensor_digest(block_digests(meta, new)) - tensor_digest(digests)
+        for meta, new, digests in zip(model.metas, model.news, model.digests, strict=True)
+    )
+    assert patch.put() == growth % (1 << 64)
     assert model.live() == [new.tobytes() for new in model.news]
     patch.take_back()
     assert model.live() == [old.tobytes() for old in model.olds]
     patch.close()
     found.close()
     model.close()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_a_patch_adds_to_digests(dtype: str, device: str) -> None:
+    """Of elements of every width, in words of every width, in several spans and blocks."""
+    random = np.random.default_rng(7)
+    old = random.integers(0, 256, 8 * (BLOCK + 5), dtype=np.uint8)
+    new = old.copy()
+    new[random.random(old.size) < 0.01] ^= 3
+    new[-1] ^= 1
+    meta = meta_of("t", old, dtype)
+    digests = block_digests(meta, old)
+    before, after = Held(old, device), []
+    for place in spans_of(meta):
+        width = place.kind.element_bytes
+        start = place.start_element * width
+        a, b = (d[start : start + place.num_bytes].view(f"u{width}") for d in (old, new))
+        positions = np.flatnonzero(a != b).astype(np.uint32)
+        after.append(DeviceWrite(before.ptr + start, positions, b[positions], place))
+    patch = DevicePatch(after, device)
+    growth = tensor_digest(block_digests(meta, new)) - tensor_digest(digests)
+    assert patch.put() == growth % (1 << 64)
+    assert read_bytes(before.ptr, old.size, device) == new.tobytes()
+    patch.close()
+    before.close()
 
 
 def test_live_weights_that_are_not_the_base_are_named(device: str) -> None:
@@ -136,10 +166,21 @@ def test_live_weights_that_are_not_the_base_are_named(device: str) -> None:
     model.close()
 
 
+@pytest.mark.parametrize("has_room", [True, False])
 def test_an_engine_takes_deltas_that_are_decoded_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    has_room: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """On the CPU, by the twins of the launches; several deltas at once are folded on the host."""
+    """On the CPU, by the twins of the launches, one delta and several at once, which the host folds
+    where there is no room for copies."""
+
+    def no_room(*rest: Any, **named: Any) -> DecodedTurns:
+        raise CapacityError("no room for copies")
+
+    if not has_room:
+        monkeypatch.setattr(rank_store, "decode_in_turn", no_room)
     original = RankStore.__init__
 
     def init(store: RankStore, *rest: Any) -> None:
@@ -166,6 +207,7 @@ def test_an_engine_takes_deltas_that_are_decoded_there(
             assert follower.pull().kinds == kinds
             for name, value in versions[number].items():
                 assert (engine.weights[name] == value).all()
+    assert ("folded by the host" in caplog.text) == (not has_room)
 
 
 def test_where_it_is_decoded_is_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,6 +61,7 @@ WITHOUT_ROW = {
     "stream.reset": "after an unclean end on a whole channel; as stream.acquire",
     "stream.release": "as engine.bucket",
     "direct.withdraw": "a sender does not withdraw while it is connected",
+    "trainer.manifest": "of updates in one call; test_one_exchange.py",
     "trainer.bucket": "as stream.flush, or as stream.acquire",
     "engine.move": "as direct.open and stream.receive",
     "engine.discard": "on the way to an abort; its test stands below",

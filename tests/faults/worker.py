@@ -19,7 +19,7 @@ import numpy.typing as npt
 from processes import Child, Pipe, num_maps, open_fds, resident_bytes
 
 from engine_adapter.fake import FakeEngine
-from weightsync import faults
+from weightsync import faults, link
 from weightsync.digest import digest_tensors
 from weightsync.errors import TaintedError, UpdateFailedError, WeightSyncError
 from weightsync.receiver import Receiver
@@ -261,6 +261,16 @@ class TrainerCommands:
         finally:
             self._report = update.report
         return report_json(update.report) if update.report is not None else {}
+
+    def send_manifests_apart(self) -> None:
+        """As those of many tensors are."""
+        link._FEW_TENSORS = 0
+
+    def update_weights(self, version: int) -> dict[str, Any]:
+        """The same in one call."""
+        fill(self._source, version)
+        report = self._connected().update_weights(self._source, version=version)
+        return report_json(report)
 
     def refits(self, first: int, count: int) -> None:
         """Many full updates, with other bytes each time."""

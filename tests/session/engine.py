@@ -14,6 +14,7 @@ from weightsync import session_leader, session_rank
 from weightsync.errors import IntegrityError, MissingNameError, TransportError, WeightSyncError
 from weightsync.session import (
     Answer,
+    Begin,
     CancelJob,
     Job,
     JobDone,
@@ -42,6 +43,7 @@ RESEND_S = 1.0
 LEADER_LEASE_S = 2.5
 #: A request may wait this much longer than its limit: for the tick that notices the limit.
 SLACK_S = 2 * TICK_S
+_COMMITTED = Outcome.COMMITTED
 
 
 class RankModel:
@@ -163,6 +165,8 @@ class Engine:
         if request in self.pending:  # a copy made by the network: one connection, one answer
             self.lead(event)
             return
+        if isinstance(event, Begin) and self.outcomes.get(event.spec.session_id) is _COMMITTED:
+            self.world.seen["asked again after it committed"] += 1
         text = f"request {request} {type(event).__name__}"
         self.pending[request] = PendingRequest(self.world.now_s + limit_s + SLACK_S, reply, text)
         self.lead(event)

@@ -662,6 +662,34 @@ class TestDecision:
         bench.feed(Commit(16, "s1"))
         assert bench.answers()[16].result == {"outcome": "committed"}
 
+    def test_all_that_led_to_it_may_be_asked_again(self) -> None:
+        """In one exchange, whose answer was lost. Nothing is done for it, and nothing else is answered."""
+        bench = committed()
+        before = bench.state
+        bench.feed(
+            Begin(12, "L1", SPEC), Move(13, "s1", 7), Prepare(14, "s1"), Commit(15, "s1"),
+        )  # fmt: skip
+        assert {n: answer.result for n, answer in bench.answers().items()} == {
+            12: {"phase": "open"}, 13: {"move_id": 7}, 14: {"phase": "prepared"},
+            15: {"outcome": "committed"},
+        }  # fmt: skip
+        bench.feed(Begin(22, "L1", replace(SPEC, version=2)), Move(23, "s1", 8))
+        assert "was used before" in str(bench.error(22))
+        assert "ended: committed" in str(bench.error(23))
+        bench.feed(Begin(32, "L0", SPEC))
+        assert isinstance(bench.error(32), EpochError)
+        assert bench.state == before
+
+    def test_what_was_aborted_is_not_answered_as_done(self) -> None:
+        bench = ready().reach(Phase.PREPARED)
+        bench.feed(Abort(8, "s1", "gave up"))
+        bench.report(Stage.ABORT)
+        bench.feed(
+            Begin(12, "L1", SPEC), Move(13, "s1", 7), Prepare(14, "s1"), Commit(15, "s1"),
+        )  # fmt: skip
+        assert all(bench.error(n) for n in (12, 13, 14, 15))
+        assert bench.version() is None
+
     @pytest.mark.parametrize("phase", DECIDED)
     def test_an_overrun_taints(self, phase: Phase) -> None:
         bench = ready().reach(phase)

@@ -61,6 +61,8 @@ REQUIRED = {
     "late or doubled order": 5_000,
     "order of an unknown leader": 5_000,
     "request repeated": 1_000,
+    "update in one exchange": 1_200,
+    "asked again after it committed": 60,
     "caller gave up waiting": 1_500,
     "answer after the caller gave up": 2_000,
     "answer to a copy or a broken connection": 400,

@@ -42,9 +42,21 @@ class Call:
     patience_s: float
 
 
-Script = Generator["float | Call", "Answer | None", None]
-Talk = Generator["float | Call", "Answer | None", "Answer | None"]
-Update = Generator["float | Call", "Answer | None", bool]
+@dataclass(frozen=True, slots=True)
+class Together:
+    """Calls in one exchange: the engine makes each when the one before was answered well, whether or not
+    the trainer still waits; the last answer, or the first error, is that of the exchange."""
+
+    calls: tuple[Call, ...]
+
+    @property
+    def patience_s(self) -> float:
+        return self.calls[0].patience_s
+
+
+Script = Generator["float | Call | Together", "Answer | None", None]
+Talk = Generator["float | Call | Together", "Answer | None", "Answer | None"]
+Update = Generator["float | Call | Together", "Answer | None", bool]
 
 
 class Trainer:
@@ -99,24 +111,35 @@ class Trainer:
         except StopIteration:
             self.done = True
             return
-        if isinstance(todo, Call):
-            self._call(todo)
-        else:
+        if isinstance(todo, float | int):
             self.world.after(todo, self.process, self._go, None)
+        else:
+            self._call(todo)
 
-    def _call(self, call: Call) -> None:
+    def _call(self, todo: Call | Together) -> None:
         world, engine = self.world, self.engine
+        calls = (todo,) if isinstance(todo, Call) else todo.calls
         engine.num_requests += 1
         request = engine.num_requests
         self._token = request
         world.log(self.run_id, f"asks {request}")
+        world.send(engine.processes[0], self._serve, request, request, calls)
+        world.after(todo.patience_s, self.process, self._answered, request, None)
+
+    def _serve(self, exchange: int, request: int, calls: tuple[Call, ...]) -> None:
+        """In the engine's process: the first of these calls, and the others after it."""
+        world, engine = self.world, self.engine
+        call, *others = calls
 
         def reply(answer: Answer) -> None:
-            world.send(self.process, self._answered, request, answer)
+            if not others or answer.error is not None:
+                world.send(self.process, self._answered, exchange, answer)
+                return
+            engine.num_requests += 1
+            number = engine.num_requests
+            world.after(0.0, engine.processes[0], self._serve, exchange, number, tuple(others))
 
-        event = call.make(request)
-        world.send(engine.processes[0], engine.ask, request, event, call.limit_s, reply)
-        world.after(call.patience_s, self.process, self._answered, request, None)
+        engine.ask(request, call.make(request), call.limit_s, reply)
 
     def _answered(self, request: int, answer: Answer | None) -> None:
         if request != self._token:
@@ -130,7 +153,7 @@ class Trainer:
 
     # --- talking ---------------------------------------------------------------------------------
 
-    def _retry(self, call: Call, times: int = 3) -> Talk:
+    def _retry(self, call: Call | Together, times: int = 3) -> Talk:
         """The same request until it is answered; each try is a connection of its own."""
         for attempt in range(times):
             answer = yield call
@@ -159,7 +182,7 @@ class Trainer:
         engine.sources.add(session_id)
         steps = plan if plan is not None else self._steps(spec)
         is_committed = False
-        for step in steps:
+        for step in self._joined(steps):
             if step == "vanish":
                 self.world.seen["trainer left a session open"] += 1
                 return False
@@ -169,11 +192,16 @@ class Trainer:
             if step == "abort":
                 yield from self._abort(spec)
                 break
-            answer = yield from self._retry(_call_of(step, spec, epoch, rng.uniform(0.8, 5.0)))
+            patience_s = rng.uniform(0.8, 5.0)
+            calls = [_call_of(verb, spec, epoch, patience_s) for verb in step.split("; ")]
+            call = calls[0] if len(calls) == 1 else Together(tuple(calls))
+            answer = yield from self._retry(call)
             if answer is None or answer.error is not None:
                 yield from self._failed(spec, answer)
                 break
-            is_committed = step == "commit"
+            is_committed = step.endswith("commit")
+            if is_committed and len(calls) > 2:
+                self.world.seen["update in one exchange"] += 1
             if is_committed and answer.result != {"outcome": "committed"}:
                 raise Violation("committed means committed", f"{answer}")
         engine.sources.discard(session_id)
@@ -219,6 +247,16 @@ class Trainer:
         elif rng.random() < 0.08:  # forgets a step, or takes them in a wrong order
             del steps[rng.randrange(len(steps) - 1)]
         return steps
+
+    def _joined(self, steps: list[str]) -> list[str]:
+        """Some trainers ask for several steps at once: in pairs, or for everything."""
+        is_plain = not {"vanish", "dawdle", "abort"} & set(steps)
+        how = self.world.rng.random()
+        if not is_plain or how < 0.6:
+            return steps
+        if how < 0.8:
+            return ["; ".join(steps)]
+        return ["; ".join(steps[:2]), *steps[2:-2], "; ".join(steps[-2:])]
 
     def new_spec(self) -> SessionSpec:
         rng = self.world.rng

@@ -91,6 +91,7 @@ class FakeDevice:
             "cuda_create_event": lambda device: 1,
             "cuda_elapsed_s": lambda *_: 1e-6,
             "cuda_wait_stream": nothing,
+            "cuda_wait_event": nothing,
             "cuda_destroy_event": nothing,
             "cuda_record_event": nothing,
             "cuda_synchronize": nothing,

@@ -44,7 +44,7 @@ class Outcome(Enum):
 
 _OUTCOMES = tuple(Outcome)
 #: Streams of the device that each core runs on, and samples: not lane 0, where others work.
-_LANES: Final = ((8, 12), (9, 13))
+_LANES: Final = ((8, 12), (9, 13), (14, 15))
 _PARTS: Final = ("sample_s", "choice_s", "blocks_s", "copy_s")
 
 
@@ -73,11 +73,13 @@ class SpanEncoder:
     """Codes spans on ``device``; keeps its memory there from call to call: a payload, and 32 bytes a
     block of 65,536 elements. On the CPU the same code runs over memory of this process, for tests.
 
-    Many spans are coded ``chunk_spans`` at a time, by two cores in turn: while the host lays out what one
-    has found, the device works for the other.
+    Many spans are coded ``chunk_spans`` at a time, by ``num_cores`` (1 to 3) in turn: while the host lays
+    out what one has found, the device works for another.
     """
 
-    def __init__(self, device: str, capacity: int = 288, chunk_spans: int = 512) -> None:
+    def __init__(
+        self, device: str, capacity: int = 288, chunk_spans: int = 512, num_cores: int = 2
+    ) -> None:
         self._device, self._chunk_spans = device, chunk_spans
         index = -1 if device == CPU else cuda_index(device)
         with cuda_errors(device):
@@ -86,7 +88,7 @@ class SpanEncoder:
                     native.extension.DeltaEncoder(index, capacity),
                     (0, 0) if device == CPU else (stream_of(index, a), stream_of(index, b, -1)),
                 )
-                for a, b in _LANES
+                for a, b in _LANES[:num_cores]
             ]
         self._places: Sequence[Place] | None = None
         self._table: npt.NDArray[np.uint64] = np.empty((0, 7), dtype=np.uint64)

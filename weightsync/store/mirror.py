@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -11,15 +11,18 @@ import numpy as np
 
 from weightsync.bucket import align
 from weightsync.codec import encode_span, tensor_digest
+from weightsync.codec.device_decode import SpanDecoder
 from weightsync.codec.device_encode import DeviceSpans, SpanEncoder
 from weightsync.codec.spans import Bytes, Digests, span_digests, spans_of
-from weightsync.device_delta import LiveDelta, LiveDigests, decode_there
+from weightsync.device_delta import DeviceDeltas, LiveDelta, LiveDigests, decode_there
 from weightsync.device_patch import LANES, DevicePatch, Turn
 from weightsync.device_tables import private_memory, read_bytes, segment_copy
 from weightsync.native_delta import Place
 from weightsync.store.weights import DeviceWeight
 from weightsync.tables import segment_rows, table
 
+#: Tensors of so many bytes, or one that is larger, advance in one launch.
+ADVANCE_BYTES: Final = 1 << 30
 _VECTOR_BYTES: Final = 16  # what a device reads at once
 _UNALIGNED: Final = "its address is no multiple of 16"
 
@@ -146,29 +149,51 @@ class Mirror:
         one that lies here ``former``.
 
         Nothing is written unless everything fits; raises :class:`IntegrityError`, and what
-        :class:`DevicePatch` raises.
+        :class:`DevicePatch` raises. Done in short launches: whoever waits for the whole device
+        meanwhile, as an engine does that pauses, waits for one of them.
         """
-        changed = [name for name in self.metas if records[name]]
-        deltas = [
-            LiveDelta(
-                self.metas[name],
-                self._ptr(name),
-                [(place, np.frombuffer(r, dtype=np.uint8)) for place, r in records[name]],
-                tensor_digest(digests[name]),
-            )
-            for name in changed
-        ]
-        olds = [former[name] for name in changed]
-        lane = LANES[Turn.EQUAL]
-        found = decode_there(deltas, olds, self.device, num_threads=num_threads, lane=lane)
+        decoder = SpanDecoder(self.device, LANES[Turn.EQUAL])
+        found: list[DeviceDeltas] = []
         try:
-            writes = [write for of in found.writes for write in of]
-            patch = DevicePatch(writes, self.device, Turn.EQUAL)
-            patch.put()
-            patch.check()
-            patch.close()
+            for names in self._groups([name for name in self.metas if records[name]]):
+                deltas = [
+                    LiveDelta(
+                        self.metas[name],
+                        self._ptr(name),
+                        [(place, np.frombuffer(r, dtype=np.uint8)) for place, r in records[name]],
+                        tensor_digest(digests[name]),
+                    )
+                    for name in names
+                ]
+                olds = [former[name] for name in names]
+                found.append(
+                    decode_there(
+                        deltas, olds, self.device, num_threads=num_threads, decoder=decoder
+                    )
+                )
+            for decoded in found:
+                writes = [write for of in decoded.writes for write in of]
+                patch = DevicePatch(writes, self.device, Turn.EQUAL)
+                patch.put()
+                patch.close()
         finally:
-            found.close()
+            decoder.close()
+            for decoded in found:
+                decoded.close()
+
+    def _groups(self, names: Sequence[str]) -> Iterator[list[str]]:
+        """Tensors that advance in one launch."""
+        group: list[str] = []
+        used = 0
+        for name in names:
+            num_bytes = self.metas[name].num_bytes
+            if group and used + num_bytes > ADVANCE_BYTES:
+                yield group
+                group, used = [], 0
+            group.append(name)
+            used += num_bytes
+        if group:
+            yield group
 
     def recycle(self, payload: list[Bytes]) -> None:
         """See :meth:`SpanEncoder.recycle`."""

@@ -215,7 +215,8 @@ class PreparedRead:
     #: Of the last read, uint64 [num_owners]; None: it takes none.
     digests: npt.NDArray[np.uint64] | None = None
     device_s: float | None = None  # of the last read, by a device's own clock where one copied
-    #: Of a target that ``digests_reads``: called within a read, while the device is at work.
+    #: Of a target that ``digests_reads``: called within a read, while the device is at work. All of the
+    #: read is on lane 0 of the device by then, so that what this enqueues there finds the bytes landed.
     meanwhile: Callable[[], None] | None = field(default=None, repr=False)
 
 

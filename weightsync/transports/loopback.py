@@ -201,9 +201,13 @@ class _LocalDevicePath(DevicePath):
             self._link.close()
             return DeviceCopied(0.0)
         copy = CudaCopy(rows[:-1], self._device) if fault is Fault.DROP else whole
-        copy.run(meanwhile=meanwhile)
         if fault is Fault.CORRUPT:
+            copy.run()
             _flip_bit(int(rows[0, 1]), self._device)
+            if meanwhile is not None:  # what it enqueues is behind the fault
+                meanwhile()
+        else:
+            copy.run(meanwhile=meanwhile)
         return DeviceCopied(copy.device_s)
 
     def release(self) -> None:

@@ -88,6 +88,8 @@ std::uint64_t cuda_create_event(int device);
 void cuda_destroy_event(std::uint64_t event, int device);
 void cuda_record_event(std::uint64_t event, std::uint64_t stream, int device);
 double cuda_elapsed_s(std::uint64_t start, std::uint64_t stop, int device);
+// Waits for everything before a mark, whatever its stream does after it.
+void cuda_wait_event(std::uint64_t event, int device);
 // Whether everything before a mark is done; never waits.
 bool cuda_event_passed(std::uint64_t event, int device);
 // Waits for all work of this process on the device.

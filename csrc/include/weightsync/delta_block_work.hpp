@@ -14,8 +14,12 @@ struct DeltaBlockCounts {
     std::uint32_t base[kDeltaWarps][kDeltaThresholds];        // of the warps before
     std::uint32_t staged[kDeltaWarps];
     std::uint32_t num_changed;
+    bool is_fitting;                          // no warp's stage was too small
     std::uint32_t reached[kDeltaThresholds];  // of the block
     std::uint32_t class_changes[kDeltaClasses];
+    // By warp and class, its changes; then where they begin in coded order.
+    std::uint32_t places[kDeltaWarps][kDeltaClasses];
+    std::uint32_t numbers[kDeltaWarps][kDeltaClasses];  // what the warps before add to numbers
     std::uint32_t class_sizes[kDeltaClasses];
     std::uint32_t class_bits[kDeltaClasses + 1];
     DeltaClass classes[kDeltaClasses];
@@ -30,23 +34,28 @@ WEIGHTSYNC_HD_INLINE void delta_add_row(const DeltaCounts& row, std::uint32_t* r
     running[kDeltaThresholds] += row.low & 1023u;
 }
 
-// By one thread, once all warps have counted. False if a warp's stage was too small.
-WEIGHTSYNC_HD_INLINE bool delta_add_warps(const DeltaStage& stage, DeltaBlockCounts* counts) {
+// By one thread a column of the totals (thresholds, then changes), once all warps have counted.
+WEIGHTSYNC_HD_INLINE void delta_add_warps(const DeltaStage& stage, int column,
+                                          DeltaBlockCounts* counts) {
     bool fits = true;
-    std::uint32_t reached[kDeltaThresholds] = {};
-    counts->num_changed = 0;
+    std::uint32_t sum = 0;
+    WEIGHTSYNC_UNROLL
     for (std::uint32_t warp = 0; warp < kDeltaWarps; ++warp) {
-        const std::uint32_t* totals = counts->totals[warp];
-        for (int t = 0; t < kDeltaThresholds; ++t) {
-            counts->base[warp][t] = reached[t];
-            reached[t] += totals[t];
+        const std::uint32_t one = counts->totals[warp][column];
+        if (column < kDeltaThresholds) {
+            counts->base[warp][column] = sum;
+        } else {
+            counts->staged[warp] = one;
+            fits = fits && one <= stage.capacity;
         }
-        counts->staged[warp] = totals[kDeltaThresholds];
-        counts->num_changed += totals[kDeltaThresholds];
-        fits = fits && totals[kDeltaThresholds] <= stage.capacity;
+        sum += one;
     }
-    for (int t = 0; t < kDeltaThresholds; ++t) counts->reached[t] = reached[t];
-    return fits;
+    if (column < kDeltaThresholds) {
+        counts->reached[column] = sum;
+    } else {
+        counts->num_changed = sum;
+        counts->is_fitting = fits;
+    }
 }
 
 // By one thread a class, and one more: what its numbers take. Clears what is added to later.
@@ -61,6 +70,14 @@ WEIGHTSYNC_HD_INLINE void delta_measure_class(std::uint32_t size, const DeltaPar
     const std::uint32_t from = c == 0 ? size : counts->reached[c - 1];
     const std::uint32_t in_class = from - (c + 1 < num_classes ? counts->reached[c] : 0);
     counts->class_sizes[c] = in_class;
+    std::uint32_t changes = 0;
+    WEIGHTSYNC_UNROLL
+    for (std::uint32_t warp = 0; warp < kDeltaWarps; ++warp) {
+        const std::uint32_t one = counts->places[warp][c];
+        counts->places[warp][c] = changes;
+        changes += one;
+    }
+    counts->class_changes[c] = changes;
     counts->class_bits[c] = DeltaNumbers::bits(counts->class_changes[c], in_class);
     for (std::uint32_t& length : counts->classes[c].lengths) length = 0;
 }
@@ -71,6 +88,20 @@ WEIGHTSYNC_HD_INLINE void delta_choose_mode(std::uint32_t size, const DeltaParam
     counts->mode = delta_choose(size, parameters.num_thresholds + 1, counts->class_sizes,
                                 counts->class_changes, counts->class_bits, counts->classes,
                                 &counts->num_classes);
+}
+
+// By one thread a warp and class, once the mode is chosen: where those changes begin, and the
+// number of the first element. It may be below 0: numbers count modulo 2^16.
+WEIGHTSYNC_HD_INLINE void delta_begin_places(std::uint32_t warp, int c, DeltaBlockCounts* counts) {
+    const std::uint32_t* base = counts->base[warp];
+    counts->numbers[warp][c] = (c == 0 ? 0 : base[c - 1]) - (c == kDeltaThresholds ? 0 : base[c]);
+    std::uint32_t& begin = counts->places[warp][c];
+    if (counts->mode != DeltaMode::gaps) {
+        begin += counts->classes[c].begin;
+    } else if (c == 0) {
+        begin = 0;
+        for (std::uint32_t w = 0; w < warp; ++w) begin += counts->staged[w];
+    }
 }
 
 }  // namespace weightsync::lanes

@@ -7,6 +7,10 @@
 // changes into numbers, steps and digests. This header is the look and that turn.
 #pragma once
 
+#ifndef WEIGHTSYNC_DELTA_PRODUCTS
+#define WEIGHTSYNC_DELTA_PRODUCTS 1
+#endif
+
 #include <cstdint>
 
 #include "weightsync/cuda_lanes.hpp"
@@ -63,6 +67,17 @@ WEIGHTSYNC_HD_INLINE std::uint32_t odd_bytes(std::uint32_t a, std::uint32_t b) {
 #endif
 }
 
+// `sum`, and the products of the bytes of both words, in turn.
+WEIGHTSYNC_HD_INLINE std::uint32_t add_products(std::uint32_t a, std::uint32_t b,
+                                                std::uint32_t sum) {
+#ifdef __CUDA_ARCH__
+    return __dp4a(a, b, sum);
+#else
+    for (int byte = 0; byte < 32; byte += 8) sum += (a >> byte & 0xFFu) * (b >> byte & 0xFFu);
+    return sum;
+#endif
+}
+
 template <DeltaKind kind>
 struct DeltaVector {
     using Element = DeltaElement<kind>;
@@ -113,10 +128,48 @@ struct DeltaVector {
             [&](std::uint32_t v, std::uint32_t w) { return reached(lane.v[v].w[w], cut); });
     }
     WEIGHTSYNC_HD_INLINE static std::uint32_t changed_mask(const Lane& old, const Lane& current) {
-        return mask_of([&](std::uint32_t v, std::uint32_t w) {
-            const std::uint32_t x = old.v[v].w[w] ^ current.v[v].w[w];
-            return (((x & ~guard) + ~guard) | x) & guard;
-        });
+        std::uint32_t mask = 0;
+        WEIGHTSYNC_UNROLL
+        for (std::uint32_t v = 0; v < vectors; ++v) {
+            WEIGHTSYNC_UNROLL
+            for (std::uint32_t w = 0; w < 4; ++w) {
+                const std::uint32_t ones = nonzero(old.v[v].w[w] ^ current.v[v].w[w]);
+                const std::uint32_t first = v * vector_elements + w * 4 / Element::bytes;
+                if constexpr (Element::bytes == 1) {
+                    mask |= gathered(ones << 7) << first;
+                } else {
+                    mask += ones << first;
+                }
+            }
+        }
+        // Of 16-bit elements the upper ones of a word lie 16 bits above the lower ones.
+        return Element::bytes == 2 ? (mask | mask >> 15) & 0xFFFFu : mask;
+    }
+    // How many of the first `place` elements of a lane reach a threshold.
+    WEIGHTSYNC_HD_INLINE static std::uint32_t count_reached_before(const Lane& lane,
+                                                                   std::uint32_t cut,
+                                                                   std::uint32_t place) {
+        if constexpr (Element::bytes != 2) {
+            return count_bits(reached_mask(lane, cut) & ((1u << place) - 1));
+        }
+        std::uint32_t bits = 0;  // of word i at 8 + i and 24 + i
+        WEIGHTSYNC_UNROLL
+        for (std::uint32_t v = 0; v < vectors; ++v) {
+            WEIGHTSYNC_UNROLL
+            for (int w = 0; w < 4; ++w) bits = bits >> 1 | reached(lane.v[v].w[w], cut);
+        }
+        const std::uint32_t lower = (1u << (place + 1) / 2) - 1;
+        const std::uint32_t upper = (1u << place / 2) - 1;
+        return count_bits(bits & (lower << 8 | upper << 24));
+    }
+    // The same for a lane that ends in the block.
+    WEIGHTSYNC_HD_INLINE static Lane read_whole(const unsigned char* block, std::uint32_t first) {
+        Lane lane;
+        WEIGHTSYNC_UNROLL
+        for (std::uint32_t v = 0; v < vectors; ++v) {
+            lane.v[v] = load<Vec16>(block + std::size_t{first} * Element::bytes + v * 16);
+        }
+        return lane;
     }
     // What a lane has at element `first` of a block of `size`; what lies behind the end is zero, in
     // both versions, and no key of zero reaches a threshold.
@@ -131,6 +184,14 @@ struct DeltaVector {
     }
 
   private:
+    // 1 in each element of a word that is not 0.
+    WEIGHTSYNC_HD_INLINE static std::uint32_t nonzero(std::uint32_t word) {
+        if constexpr (Element::bytes == 4) return word != 0 ? 1u : 0u;
+#ifdef __CUDA_ARCH__
+        if constexpr (Element::bytes == 2) return __vminu2(word, unit);  // one instruction
+#endif
+        return ((((word & ~guard) + ~guard) | word) & guard) >> (Element::bits - 1);
+    }
     // One bit an element, in order, from the top bits of the elements of each word.
     template <typename Tops>
     WEIGHTSYNC_HD_INLINE static std::uint32_t mask_of(const Tops& tops) {
@@ -202,8 +263,9 @@ struct KeyCounter {
     const typename DeltaVector<kind>::Lane& lane;
     const DeltaCuts& cuts;
 
-    WEIGHTSYNC_HD_INLINE std::uint32_t at(int t) const {
-        return DeltaVector<kind>::count_reached(lane, cuts.at[t]);
+    // `sum`, and the count in units of 1 << shift; shift is 0, 10 or 20.
+    WEIGHTSYNC_HD_INLINE std::uint32_t add(int t, int shift, std::uint32_t sum) const {
+        return sum + (DeltaVector<kind>::count_reached(lane, cuts.at[t]) << shift);
     }
 };
 
@@ -222,15 +284,27 @@ struct ByteKeyCounter {
             keys[k] = odd_bytes(w[0] << 1, w[1] << 1);
         }
     }
-    WEIGHTSYNC_HD_INLINE std::uint32_t at(int t) const {
+    // As above. Tops are worth 128 each: products add them up in units of 128 or 1,024.
+    WEIGHTSYNC_HD_INLINE std::uint32_t add(int t, int shift, std::uint32_t sum) const {
         // Of each half the threshold at its bits 7 to 13: brought to both of its bytes.
         const std::uint32_t cut = cuts.at[t] >> 7 | cuts.at[t] << 1;
+#if WEIGHTSYNC_DELTA_PRODUCTS
+        const std::uint32_t weights = shift == 0 ? 0x01010101u : 0x08080808u;
+        std::uint32_t total = shift == 10 ? sum : 0;
+        WEIGHTSYNC_UNROLL
+        for (int k = 0; k < 4; ++k) {
+            const std::uint32_t reached = (keys[k] | ((keys[k] | tops) - cut)) & tops;
+            total = add_products(reached, weights, total);
+        }
+        return shift == 10 ? total : sum + (shift == 0 ? total >> 7 : total << 10);
+#else
         std::uint32_t bits = 0;
         WEIGHTSYNC_UNROLL
         for (int k = 0; k < 4; ++k) {
             bits = bits >> 1 | ((keys[k] | ((keys[k] | tops) - cut)) & tops);
         }
-        return count_bits(bits);
+        return sum + (count_bits(bits) << shift);
+#endif
     }
 };
 
@@ -246,11 +320,11 @@ WEIGHTSYNC_HD_INLINE DeltaCounts delta_counts_of(const Counter& keys, std::uint3
                                                  int num_thresholds) {
     DeltaCounts counts{count_bits(changed), 0};
     if (num_thresholds == 0) return counts;
-    counts.low |= keys.at(0) << 10;
-    if (num_thresholds > 1) counts.low |= keys.at(1) << 20;
-    if (num_thresholds > 2) counts.high |= keys.at(2);
-    if (num_thresholds > 3) counts.high |= keys.at(3) << 10;
-    if (num_thresholds > 4) counts.high |= keys.at(4) << 20;
+    counts.low = keys.add(0, 10, counts.low);
+    if (num_thresholds > 1) counts.low = keys.add(1, 20, counts.low);
+    if (num_thresholds > 2) counts.high = keys.add(2, 0, 0);
+    if (num_thresholds > 3) counts.high = keys.add(3, 10, counts.high);
+    if (num_thresholds > 4) counts.high = keys.add(4, 20, counts.high);
     return counts;
 }
 
@@ -375,12 +449,11 @@ WEIGHTSYNC_HD_INLINE std::uint32_t delta_step_code(std::uint32_t from, std::uint
 }
 
 // Turns staged change `i` of a warp into number, label and code; returns its term of the digest.
-// `starts` are those of the warp's rows, `base` what the warps before it counted.
+// `starts` are those of the warp's rows. The number is still without what the warps before counted.
 template <DeltaKind kind>
 WEIGHTSYNC_HD_INLINE std::uint64_t delta_turn(const DeltaStage& stage, const DeltaBlockPlace& block,
                                               const DeltaParameters& parameters,
-                                              const DeltaCuts& cuts, const DeltaRowStart* starts,
-                                              const std::uint32_t* base, std::uint32_t warp,
+                                              const DeltaRowStart* starts, std::uint32_t warp,
                                               std::uint32_t i) {
     using Element = DeltaElement<kind>;
     using Vector = DeltaVector<kind>;
@@ -398,14 +471,13 @@ WEIGHTSYNC_HD_INLINE std::uint64_t delta_turn(const DeltaStage& stage, const Del
         c += t < parameters.num_thresholds && key >= parameters.thresholds[t] ? 1 : 0;
     }
     const DeltaRowStart& start = starts[position % kDeltaWarpElements / Vector::row_elements];
-    const std::uint32_t earlier = (1u << place) - 1;
     // How many before it reach threshold t - 1: all, for t = 0; none behind the last.
     const auto rank = [&](int t) {
         if (t == 0) return position;
         if (t > parameters.num_thresholds) return 0u;
-        const std::uint32_t within =
-            count_bits(Vector::reached_mask(lane, cuts.at[t - 1]) & earlier);
-        return base[t - 1] + start.reached[t - 1] + delta_field(before, t - 1) + within;
+        const std::uint32_t cut = Vector::cut(parameters, t - 1);
+        const std::uint32_t within = Vector::count_reached_before(lane, cut, place);
+        return start.reached[t - 1] + delta_field(before, t - 1) + within;
     };
     std::uint32_t down = 0;
     const std::uint32_t code = delta_step_code<kind>(from, to, parameters.typical[key], &down);

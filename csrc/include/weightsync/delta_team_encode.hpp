@@ -9,9 +9,11 @@
 namespace weightsync::lanes {
 
 // A team that is one thread. Others have the same members: `each` calls f(i) for i < count;
-// `scan` calls f(i, sum of value(j) for j < i, value(i)) and returns the sum of all; what one call
-// wrote, the next may read. `least` is the first i < count <= 32 of the lowest cost(i). Every
-// member of a team makes every call.
+// `scan` calls f(i, sum of value(j) for j < i, value(i)) and returns the sum of all; `choose` calls
+// f(i, how many before it) for each i that `is_chosen` and returns how many are; `number` calls
+// f(i, class(i), how many of its class before it), of kDeltaClasses; `sum` returns the sum of
+// value(i). What one call wrote, the next may read. `least` is the first i < count <= 32 of the
+// lowest cost(i). Every member of a team makes every call.
 struct SoloTeam {
     template <typename F>
     void each(std::uint32_t count, const F& f) const {
@@ -26,6 +28,28 @@ struct SoloTeam {
             before += one;
         }
         return before;
+    }
+    template <typename IsChosen, typename F>
+    std::uint32_t choose(std::uint32_t count, const IsChosen& is_chosen, const F& f) const {
+        std::uint32_t before = 0;
+        for (std::uint32_t i = 0; i < count; ++i) {
+            if (is_chosen(i)) f(i, before++);
+        }
+        return before;
+    }
+    template <typename Class, typename F>
+    void number(std::uint32_t count, const Class& class_of, const F& f) const {
+        std::uint32_t before[kDeltaClasses] = {};
+        for (std::uint32_t i = 0; i < count; ++i) {
+            const std::uint32_t c = class_of(i);
+            f(i, c, before[c]++);
+        }
+    }
+    template <typename Value>
+    std::uint32_t sum(std::uint32_t count, const Value& value) const {
+        std::uint32_t total = 0;
+        for (std::uint32_t i = 0; i < count; ++i) total += value(i);
+        return total;
     }
     template <typename Cost>
     std::uint32_t least(std::uint32_t count, const Cost& cost) const {
@@ -66,7 +90,7 @@ WEIGHTSYNC_HD_INLINE void set_bits(std::uint32_t* word, std::uint32_t bits) {
 }
 
 // `value` < 2^count at bit `bit` of zeroed words; count <= 32.
-WEIGHTSYNC_HD_INLINE void put_bits(std::uint32_t* words, std::uint64_t bit, std::uint64_t value) {
+WEIGHTSYNC_HD_INLINE void put_bits(std::uint32_t* words, std::uint32_t bit, std::uint64_t value) {
     const std::uint64_t shifted = value << (bit & 31);
     const auto low = static_cast<std::uint32_t>(shifted);
     const auto high = static_cast<std::uint32_t>(shifted >> 32);
@@ -80,14 +104,14 @@ WEIGHTSYNC_HD_INLINE std::uint32_t golomb_bits(std::uint64_t value, int order) {
 }
 
 // Returns the bit behind it.
-WEIGHTSYNC_HD_INLINE std::uint64_t put_golomb(std::uint32_t* words, std::uint64_t bit,
+WEIGHTSYNC_HD_INLINE std::uint32_t put_golomb(std::uint32_t* words, std::uint32_t bit,
                                               std::uint64_t value, int order) {
     const std::uint64_t shifted = value + (std::uint64_t{1} << order);
     const int top = top_bit(shifted);
-    bit += static_cast<std::uint64_t>(top - order);
+    bit += static_cast<std::uint32_t>(top - order);
     put_bits(words, bit, 1);
     put_bits(words, bit + 1, shifted & ((std::uint64_t{1} << top) - 1));
-    return bit + 1 + static_cast<std::uint64_t>(top);
+    return bit + 1 + static_cast<std::uint32_t>(top);
 }
 
 // A rising list as its encoder sees it: the list, or if that is shorter what is not in it.
@@ -123,21 +147,20 @@ WEIGHTSYNC_HD_INLINE DeltaList delta_list(const Team& team, const std::uint16_t*
             }
         });
     }
-    list.quotients = team.scan(
-        list.count, [&](std::uint32_t i) { return list.gap(i) >> list.rice; },
-        [](std::uint32_t, std::uint32_t, std::uint32_t) {});
+    list.quotients =
+        team.sum(list.count, [&](std::uint32_t i) { return list.gap(i) >> list.rice; });
     return list;
 }
 
 template <typename Team>
-WEIGHTSYNC_HD_INLINE void delta_put_list(const Team& team, const DeltaList& list, std::uint64_t low,
-                                         std::uint64_t high, std::uint32_t* words) {
+WEIGHTSYNC_HD_INLINE void delta_put_list(const Team& team, const DeltaList& list, std::uint32_t low,
+                                         std::uint32_t high, std::uint32_t* words) {
     const std::uint32_t mask = (1u << list.rice) - 1;
     team.scan(
         list.count, [&](std::uint32_t i) { return list.gap(i) >> list.rice; },
         [&](std::uint32_t i, std::uint32_t before, std::uint32_t quotient) {
             if (list.rice > 0) {
-                put_bits(words, low + std::uint64_t{i} * static_cast<std::uint32_t>(list.rice),
+                put_bits(words, low + i * static_cast<std::uint32_t>(list.rice),
                          list.gap(i) & mask);
             }
             put_bits(words, high + before + quotient + i, 1);
@@ -157,34 +180,35 @@ struct DeltaClass {
     std::uint32_t lengths[34];  // exceptions by the bits of their codes
 };
 
-// Where the planes of a class begin.
+// Where the planes of a class begin, in bits: a change takes less than 128 of them.
 struct DeltaPlanes {
-    std::uint64_t signs;
-    std::uint64_t low;
-    std::uint64_t high;
-    std::uint64_t exception_low;
-    std::uint64_t exception_high;
-    std::uint64_t codes;
+    std::uint32_t signs;
+    std::uint32_t low;
+    std::uint32_t high;
+    std::uint32_t exception_low;
+    std::uint32_t exception_high;
+    std::uint32_t codes;
 };
 
-// Gathers the changes of class `c` (of all, if `is_gaps`) from what the warps staged.
+// Brings the changes that a warp staged to their places in coded order: by class, each behind those
+// of the warps before, or as they come if `is_gaps`. By class, `begins` are the first places and
+// `numbers` what the warps before add to numbers.
 template <typename Team>
-WEIGHTSYNC_HD_INLINE void delta_gather(const Team& team, const DeltaStage& stage,
-                                       const std::uint32_t* staged, int c, bool is_gaps,
-                                       std::uint32_t begin) {
-    for (std::uint32_t warp = 0; warp < kDeltaWarps; ++warp) {
-        const std::uint32_t from = warp * stage.capacity;
-        begin += team.scan(
-            staged[warp],
-            [&](std::uint32_t i) { return is_gaps || (stage.label[from + i] & 7) == c ? 1u : 0u; },
-            [&](std::uint32_t i, std::uint32_t before, std::uint32_t is_one) {
-                if (is_one == 0) return;
-                const std::uint32_t to = begin + before;
-                stage.listed[to] = is_gaps ? stage.position[from + i] : stage.number[from + i];
-                stage.low[to] = stage.high[from + i];
-                stage.coded_label[to] = stage.label[from + i];
-            });
-    }
+WEIGHTSYNC_HD_INLINE void delta_place(const Team& team, const DeltaStage& stage, std::uint32_t warp,
+                                      std::uint32_t staged, bool is_gaps,
+                                      const std::uint32_t* begins, const std::uint32_t* numbers) {
+    const std::uint32_t from = warp * stage.capacity;
+    team.number(
+        staged,
+        [&](std::uint32_t i) { return is_gaps ? 0u : std::uint32_t{stage.label[from + i]} & 7u; },
+        [&](std::uint32_t i, std::uint32_t c, std::uint32_t before) {
+            const std::uint32_t to = begins[c] + before;
+            stage.listed[to] =
+                is_gaps ? stage.position[from + i]
+                        : static_cast<std::uint16_t>(stage.number[from + i] + numbers[c]);
+            stage.low[to] = stage.high[from + i];
+            stage.coded_label[to] = stage.label[from + i];
+        });
 }
 
 // Length and parameters of everything that a class has. `lengths` are zero.
@@ -198,10 +222,9 @@ WEIGHTSYNC_HD_INLINE void delta_measure(const Team& team, const DeltaStage& stag
     std::uint16_t* exception = stage.position + begin;
     const DeltaList gaps =
         delta_list(team, stage.listed + begin, changes, of->size, stage.number + begin);
-    const std::uint32_t exceptions = team.scan(
-        changes, [&](std::uint32_t i) { return codes[i] != 0 ? 1u : 0u; },
-        [&](std::uint32_t i, std::uint32_t before, std::uint32_t is_one) {
-            if (is_one == 0) return;
+    const std::uint32_t exceptions = team.choose(
+        changes, [&](std::uint32_t i) { return codes[i] != 0; },
+        [&](std::uint32_t i, std::uint32_t before) {
             exception[before] = static_cast<std::uint16_t>(i);
             const std::uint32_t folded = codes[i] - 1;
             add_to(lengths + (folded == 0 ? 0 : top_bit(folded) + 1), 1);
@@ -223,9 +246,8 @@ WEIGHTSYNC_HD_INLINE void delta_measure(const Team& team, const DeltaStage& stag
             return total;
         }));
     }
-    const std::uint32_t code_bits = team.scan(
-        exceptions, [&](std::uint32_t e) { return golomb_bits(codes[exception[e]] - 1, order); },
-        [](std::uint32_t, std::uint32_t, std::uint32_t) {});
+    const std::uint32_t code_bits = team.sum(
+        exceptions, [&](std::uint32_t e) { return golomb_bits(codes[exception[e]] - 1, order); });
     of->exceptions = exceptions;
     of->code_bits = code_bits;
     of->order = order;
@@ -233,22 +255,22 @@ WEIGHTSYNC_HD_INLINE void delta_measure(const Team& team, const DeltaStage& stag
     of->exception_gaps = exception_gaps;
 }
 
-WEIGHTSYNC_HD_INLINE std::uint64_t delta_counts_bits(const DeltaClass& of) {
+WEIGHTSYNC_HD_INLINE std::uint32_t delta_counts_bits(const DeltaClass& of) {
     if (of.size == 0) return 0;
-    std::uint64_t bits = golomb_bits(of.changes, kDeltaCountOrder);
+    std::uint32_t bits = golomb_bits(of.changes, kDeltaCountOrder);
     if (of.changes > 0) bits += golomb_bits(of.exceptions, kDeltaExceptionOrder);
     return bits + (of.exceptions > 0 ? 4 : 0);
 }
 
 // Where the planes of class `c` of `count` begin, and (in `total`) where the last one ends.
 WEIGHTSYNC_HD_INLINE DeltaPlanes delta_planes(const DeltaClass* classes, int count, int c,
-                                              std::uint64_t* total) {
-    std::uint64_t length[6] = {};  // of the planes of all classes
-    std::uint64_t before[6] = {};  // of those before class c
-    std::uint64_t counts = 0;
+                                              std::uint32_t* total) {
+    std::uint32_t length[6] = {};  // of the planes of all classes
+    std::uint32_t before[6] = {};  // of those before class c
+    std::uint32_t counts = 0;
     for (int i = 0; i < count; ++i) {
         const DeltaClass& one = classes[i];
-        const std::uint64_t lengths[6] = {one.changes,
+        const std::uint32_t lengths[6] = {one.changes,
                                           one.gaps.low_bits(),
                                           one.gaps.high_bits(),
                                           one.exception_gaps.low_bits(),
@@ -260,8 +282,8 @@ WEIGHTSYNC_HD_INLINE DeltaPlanes delta_planes(const DeltaClass* classes, int cou
             before[plane] += i < c ? lengths[plane] : 0;
         }
     }
-    std::uint64_t begin[6];
-    std::uint64_t next = counts;
+    std::uint32_t begin[6];
+    std::uint32_t next = counts;
     for (int plane = 0; plane < 6; ++plane) {
         begin[plane] = next + before[plane];
         next += length[plane];
@@ -273,7 +295,7 @@ WEIGHTSYNC_HD_INLINE DeltaPlanes delta_planes(const DeltaClass* classes, int cou
 // The counts of all classes, by one thread.
 WEIGHTSYNC_HD_INLINE void delta_put_counts(const DeltaClass* classes, int count,
                                            std::uint32_t* words) {
-    std::uint64_t bit = 0;
+    std::uint32_t bit = 0;
     for (int c = 0; c < count; ++c) {
         const DeltaClass& one = classes[c];
         if (one.size == 0) continue;

@@ -31,11 +31,7 @@ inline constexpr std::uint64_t kDigestMix2 = 0x94D049BB133111EBu;
 
 // k_j for the word at global index `index`.
 WEIGHTSYNC_HD inline std::uint64_t digest_word_factor(std::uint64_t index) {
-#ifdef __CUDACC__
-    constexpr std::uint32_t k[kDigestBlockWords] = WEIGHTSYNC_DIGEST_K;
-#else  // else it is made on the stack, for every word
-    static constexpr std::uint32_t k[kDigestBlockWords] = WEIGHTSYNC_DIGEST_K;
-#endif
+    static constexpr std::uint32_t k[kDigestBlockWords] = WEIGHTSYNC_DIGEST_K;  // on no stack
     return k[index % kDigestBlockWords];
 }
 
