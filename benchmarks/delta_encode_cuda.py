@@ -101,7 +101,7 @@ def arguments(doc: str | None) -> argparse.Namespace:
     parser.add_argument("--gib", type=float, default=56, help="of weights")
     parser.add_argument("--share", type=float, default=0.01, help="of elements that change")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--cores", type=int, default=2, help="encoders that take turns")
+    parser.add_argument("--cores", type=int, default=3, help="encoders that take turns")
     parser.add_argument("--chunk-spans", type=int, default=512, help="that one codes at once")
     args = parser.parse_args()
     spans = 2 if args.tiny else max(1, int(args.gib * (1 << 29)) // SPAN_ELEMENTS)

@@ -10,12 +10,10 @@ namespace {
 
 using namespace lanes;
 
-#ifndef WEIGHTSYNC_DELTA_CAPACITY
-#define WEIGHTSYNC_DELTA_CAPACITY 352
-#define WEIGHTSYNC_DELTA_BLOCKS 4
-#endif
-// Changes of one warp that shared memory holds: four blocks of threads a multiprocessor.
-constexpr std::uint32_t kCapacity = WEIGHTSYNC_DELTA_CAPACITY;
+// Blocks of threads a multiprocessor: with more of them registers are spilt, which takes longer.
+constexpr int kBlocks = 4;
+// Changes of one warp that shared memory holds beside the others.
+constexpr std::uint32_t kCapacity = 352;
 struct Launch {
     const DeltaSpanRow* rows;
     const std::int64_t* first_block;
@@ -227,8 +225,7 @@ __device__ __forceinline__ void encode_block(const Launch& launch, const DeltaBl
 }
 
 template <DeltaKind kind>
-__global__ __launch_bounds__(kDeltaThreads,
-                             WEIGHTSYNC_DELTA_BLOCKS) void encode_kernel(Launch launch) {
+__global__ __launch_bounds__(kDeltaThreads, kBlocks) void encode_kernel(Launch launch) {
     extern __shared__ __align__(16) unsigned char memory[];
     __shared__ Shared shared;
     __shared__ __align__(8) unsigned char parameters[sizeof(DeltaParameters)];

@@ -78,7 +78,7 @@ class SpanEncoder:
     """
 
     def __init__(
-        self, device: str, capacity: int = 288, chunk_spans: int = 512, num_cores: int = 2
+        self, device: str, capacity: int = 352, chunk_spans: int = 512, num_cores: int = 3
     ) -> None:
         self._device, self._chunk_spans = device, chunk_spans
         index = -1 if device == CPU else cuda_index(device)

@@ -7,10 +7,6 @@
 // changes into numbers, steps and digests. This header is the look and that turn.
 #pragma once
 
-#ifndef WEIGHTSYNC_DELTA_PRODUCTS
-#define WEIGHTSYNC_DELTA_PRODUCTS 1
-#endif
-
 #include <cstdint>
 
 #include "weightsync/cuda_lanes.hpp"
@@ -288,7 +284,6 @@ struct ByteKeyCounter {
     WEIGHTSYNC_HD_INLINE std::uint32_t add(int t, int shift, std::uint32_t sum) const {
         // Of each half the threshold at its bits 7 to 13: brought to both of its bytes.
         const std::uint32_t cut = cuts.at[t] >> 7 | cuts.at[t] << 1;
-#if WEIGHTSYNC_DELTA_PRODUCTS
         const std::uint32_t weights = shift == 0 ? 0x01010101u : 0x08080808u;
         std::uint32_t total = shift == 10 ? sum : 0;
         WEIGHTSYNC_UNROLL
@@ -297,14 +292,6 @@ struct ByteKeyCounter {
             total = add_products(reached, weights, total);
         }
         return shift == 10 ? total : sum + (shift == 0 ? total >> 7 : total << 10);
-#else
-        std::uint32_t bits = 0;
-        WEIGHTSYNC_UNROLL
-        for (int k = 0; k < 4; ++k) {
-            bits = bits >> 1 | ((keys[k] | ((keys[k] | tops) - cut)) & tops);
-        }
-        return sum + (count_bits(bits) << shift);
-#endif
     }
 };
 
