@@ -131,8 +131,9 @@ def test_what_fails_while_it_is_digested_fails_in_prepare(monkeypatch: pytest.Mo
         refit(sender, 1, weights(1))
         with monkeypatch.context() as patch:
             patch.setattr(DigestTable, "start", failing)
-            with pytest.raises(UpdateFailedError, match="of no use any more"):
+            with pytest.raises(UpdateFailedError, match="of no use any more") as caught:
                 refit(sender, 2, weights(2))
+        assert [e.outcome for e in caught.value.report.engines] == [Outcome.ABORTED]
         refit(sender, 3, weights(3))
         assert engine.generate() == (3, digests(weights(3)))
 

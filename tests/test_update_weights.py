@@ -37,7 +37,7 @@ from weightsync.errors import (
     VersionError,
     WeightSyncError,
 )
-from weightsync.messages import Request, name_of
+from weightsync.messages import ManifestRequest, Request, StagesRequest, name_of
 from weightsync.rank_work import _JOBS, RankWork
 from weightsync.receiver import Receiver, ReceiverHooks
 from weightsync.sender import Sender, Update
@@ -333,6 +333,40 @@ def test_manifests_that_cannot_be_made_or_sent(
             with pytest.raises(WeightSyncError, match="no manifest today"):
                 push(sender, 2)
         assert engine.generate() == (1, digests(weights(1)))
+        push(sender, 3)
+        assert engine.generate() == (3, digests(weights(3)))
+
+
+@pytest.mark.parametrize("lost", ["their connection is refused", "their answer", "the exchange"])
+def test_manifests_that_are_lost_come_with_the_next_exchange(
+    lost: str, manifests: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if manifests != "apart":
+        pytest.skip("they come with the request")
+    engine = engine_of(0)
+    monkeypatch.setattr("weightsync.control.POLL_S", 0.2)
+    call, aside = HttpClient.call, HttpClient.aside
+    failures = ["once"]
+
+    def losing(client: HttpClient, request: Any, **more: Any) -> Any:
+        if isinstance(request, ManifestRequest) and lost == "their answer":
+            raise DeadlineError("the engine", "manifest", 5.0, 5.0) from TimeoutError()
+        if isinstance(request, StagesRequest) and lost == "the exchange" and failures:
+            failures.clear()
+            raise DeadlineError("the engine", "stages", 5.0, 5.0) from TimeoutError()
+        return call(client, request, **more)
+
+    def refused(client: HttpClient) -> HttpClient:
+        if lost == "their connection is refused":
+            raise PeerLostError("the engine: connection refused")
+        return aside(client)
+
+    with connected(engine, **DIRECT) as (sender, _):
+        push(sender, 1)
+        monkeypatch.setattr(HttpClient, "call", losing)
+        monkeypatch.setattr(HttpClient, "aside", refused)
+        push(sender, 2)
+        assert engine.generate() == (2, digests(weights(2)))
         push(sender, 3)
         assert engine.generate() == (3, digests(weights(3)))
 

@@ -141,6 +141,8 @@ class HttpClient:
 
     def aside(self) -> HttpClient:
         with self._lock:
+            if self._is_closed:
+                raise PeerLostError(self.peer, "this client is closed")
             if self._aside is None:
                 self._aside = HttpClient(self._url, self._token)
             return self._aside

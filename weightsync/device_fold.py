@@ -12,6 +12,7 @@ from typing import Final
 
 from weightsync.bucket import align
 from weightsync.codec.device_decode import SpanDecoder
+from weightsync.codec.record import num_changed
 from weightsync.codec.spans import Digests
 from weightsync.device_delta import DeviceDeltas, LiveDelta, Records, decode_there
 from weightsync.device_patch import DecodedWrite, DevicePatch, DeviceWrite, Turn
@@ -33,6 +34,17 @@ class LiveChain:
     meta: TensorMeta
     ptr: int
     steps: Sequence[tuple[Records, int | None]]
+
+
+def bytes_in_turn(chains: Sequence[LiveChain]) -> int:
+    """Of a device, that turns of these take until they are written: position, new and former value of
+    every change."""
+    return sum(
+        min(num_changed(record), place.num_elements) * (4 + 2 * place.kind.element_bytes)
+        for chain in chains
+        for records, _ in chain.steps
+        for place, record in records
+    )
 
 
 class DecodedTurns:
@@ -156,4 +168,4 @@ def _bring_forward(writes: DeviceWrites, device: str) -> None:
         patch.close()
 
 
-__all__ = ["DecodedTurns", "LiveChain", "decode_in_turn"]
+__all__ = ["DecodedTurns", "LiveChain", "bytes_in_turn", "decode_in_turn"]

@@ -86,7 +86,10 @@ def wait_expected(sock: socket.socket, usual_s: float) -> None:
     asleep_s = due_s - _EARLY_S - time.monotonic()
     if asleep_s > 0:
         poller = select.poll()
-        poller.register(sock, select.POLLIN)
+        try:
+            poller.register(sock, select.POLLIN)
+        except ValueError:  # closed in this moment by another thread: reading says so
+            return
         if poller.poll(int(asleep_s * 1e3)):
             return
     wait_awake(sock, max(0.0, due_s - time.monotonic()) + AWAKE_S)

@@ -69,6 +69,8 @@ _STATUS_LIMIT_S = 5.0
 _LATE_S = 1.0
 #: Manifests of so many tensors are a matter of microseconds.
 _FEW_TENSORS = 2048
+#: How long those of more may take to arrive by themselves; later they come with the exchange.
+_APART_LIMIT_S = 5.0
 _NEVER_HEARD = "the engine does not know this session"
 
 
@@ -369,17 +371,30 @@ class EngineLink:
         What long manifests take, to make, to send and to read, they take while the engine works.
         """
         is_apart = self.takes_manifests and len(bound.plan.metas) > _FEW_TENSORS
-        manifests = [] if is_apart else make_manifests()
+        is_first = True
+        have_come = False
 
         def send_manifests() -> None:
+            nonlocal have_come
             reach("trainer.manifest")
             request = ManifestRequest(session_id, make_manifests())
-            self.client.aside().call(request, limit_s=self._options.request_timeout_s)
+            with suppress(
+                PeerLostError, DeadlineError, TransportError
+            ):  # then they are asked for again
+                self.client.aside().call(request, limit_s=_APART_LIMIT_S)
+                have_come = True
+
+        def prepare(wait_s: float) -> PrepareRequest:
+            nonlocal is_first
+            come_apart = is_apart and (is_first or have_come)
+            is_first = False
+            manifests = [] if come_apart else make_manifests()
+            return self._prepare_request(session_id, manifests)(wait_s)
 
         stages: Mapping[str, Callable[[float], Stage]] = {
             "begin": self._begin_request(session_id, version, scope),
             "move": self._move_request(session_id, move_id, bound, published),
-            "prepare": self._prepare_request(session_id, manifests),
+            "prepare": prepare,
             "commit": lambda wait_s: CommitRequest(session_id, wait_s),
         }
         limit_s = self._stage_limit_s + self._commit_limit_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,10 +14,13 @@ from weightsync.binding import landed_parts
 from weightsync.coverage import PlanShare
 from weightsync.device_tables import Digesting
 from weightsync.digest import DigestTable
+from weightsync.errors import WeightSyncError
 from weightsync.kept import Kept
 from weightsync.manifest import Digests, Manifest, ManifestBasis, manifest_basis
 from weightsync.rank_session import Landing, OpenSession
 from weightsync.types import Placement
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -77,8 +81,12 @@ class RankDigests:
     def drop_early(self, opened: OpenSession) -> None:
         """What was begun counts no more, and reads no memory any more when this returns."""
         early, opened.early = opened.early, None
-        if early is not None:
+        if early is None:
+            return
+        try:
             early.wait()
+        except WeightSyncError as error:  # nobody asks for them any more
+            _LOG.warning("digests that were given up could not be taken: %s", error)
 
     # --- in prepare -----------------------------------------------------------------------------------
 
@@ -90,8 +98,8 @@ class RankDigests:
         found = np.zeros_like(manifest.digests)
         early: EarlyDigests | None = opened.early
         if early is not None and early.plans == manifest.basis.plans:
-            found[early.places] = early.wait()
             opened.early = None
+            found[early.places] = early.wait()
         else:
             self.drop_early(opened)
             self.at(opened, opened.staging.landing, "landed", found)

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from weightsync import native
 from weightsync.codec import block_digests
 from weightsync.codec.spans import Digests
 from weightsync.config import DecodePlace, decode_place
@@ -28,9 +29,15 @@ from weightsync.device_delta import (
     LiveDigests,
     decode_there,
 )
-from weightsync.device_fold import DecodedTurns, LiveChain, decode_in_turn
+from weightsync.device_fold import (
+    COPIES_BYTES,
+    DecodedTurns,
+    LiveChain,
+    bytes_in_turn,
+    decode_in_turn,
+)
 from weightsync.device_patch import DecodedWrite, DeviceWrite
-from weightsync.device_tables import CPU, KeptBuffer, synchronize
+from weightsync.device_tables import CPU, KeptBuffer, cuda_index, synchronize
 from weightsync.digest import DigestPart, DigestTable
 from weightsync.errors import (
     CapacityError,
@@ -39,6 +46,8 @@ from weightsync.errors import (
     IntegrityError,
     MissingNameError,
     ShapeMismatchError,
+    TransportError,
+    WeightSyncError,
 )
 from weightsync.kept import Kept
 from weightsync.layout import Layout
@@ -48,7 +57,7 @@ from weightsync.rank_landing import Lander
 from weightsync.rank_session import Landing, OpenSession
 from weightsync.store.bulk import read_records
 from weightsync.store.chain import Chain, ChainTensor, open_chain
-from weightsync.types import SlotKind, TensorMeta
+from weightsync.types import SlotKind, TensorMeta, format_bytes
 
 _LOG = logging.getLogger(__name__)
 
@@ -248,6 +257,7 @@ class RankStore:
             for part, ptr, _ in chains
         ]
         try:
+            _check_room(bytes_in_turn(lives) + COPIES_BYTES, self._device)
             turns = decode_in_turn(
                 lives,
                 [digests for _, _, digests in chains],
@@ -255,7 +265,9 @@ class RankStore:
                 num_threads=self._threads,
                 check=deadline.check,
             )
-        except CapacityError as error:
+        except (CapacityError, TransportError) as error:
+            if not _is_out_of_memory(error):
+                raise
             _LOG.warning("several deltas are folded by the host, which takes longer: %s", error)
             return False
         fetched.decoded.append(turns)
@@ -426,3 +438,23 @@ def _writes(tensor: ChainTensor, live: LiveTensor) -> tuple[list[Write | DeviceW
             "live weights are not the version that this delta stands on"
         )
     return found, tensor.num_bytes
+
+
+def _check_room(num_bytes: int, device: str) -> None:
+    """Raises :class:`CapacityError` if so much would take more than half of what is free on a device: the
+    engine generates meanwhile."""
+    if device == CPU:
+        return
+    free_bytes = native.extension.cuda_free_bytes(cuda_index(device))
+    if num_bytes > free_bytes // 2:
+        raise CapacityError(
+            f"{device}: they take {format_bytes(num_bytes)}, and only {format_bytes(free_bytes)} are free"
+        )
+
+
+def _is_out_of_memory(error: WeightSyncError) -> bool:
+    cause = error.__cause__
+    is_refused = isinstance(cause, native.CudaError)
+    return isinstance(error, CapacityError) or (
+        is_refused and getattr(cause, "error_name", "") == "cudaErrorMemoryAllocation"
+    )

@@ -401,7 +401,8 @@ class Receiver:
                 if manifests is None:
                     return {"answers": answers, "pending": True}
                 stage = replace(stage, manifests=manifests)
-            answer = self._handle(replace(stage, wait_s=max(0.0, until_s - start_s)), ask)
+            left_s = max(0.0, until_s - time.monotonic())
+            answer = self._handle(replace(stage, wait_s=left_s), ask)
             if answer.get("pending"):
                 return {"answers": answers, "pending": True}
             answers.append({**answer, "took_s": time.monotonic() - start_s})

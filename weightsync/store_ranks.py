@@ -99,10 +99,10 @@ class LeadStoreSender(StoreSender):
         """The same on every rank at once, with its ``share`` if there are some: what this one returned, and
         the answers of the others."""
         futures = {}
-        for rank in range(1, self._crew.world_size):
-            extra = {} if shares is None else {"share": shares[rank].to_json()}
-            futures[rank] = self._crew.call(rank, {**what, **extra})
         try:
+            for rank in range(1, self._crew.world_size):
+                extra = {} if shares is None else {"share": shares[rank].to_json()}
+                futures[rank] = self._crew.call(rank, {**what, **extra})
             mine = own()
         finally:
             # Whoever fails, nobody is still at it when this ends: what was written is removed then.
@@ -188,23 +188,24 @@ class LeadStoreSender(StoreSender):
     ) -> VersionManifest:
         """A version that every rank has written its part of, made visible."""
         is_full = kind is not VersionKind.DELTA
+        metas, owned = self._metas, self._owned  # a next send may share out another layout
         stem = f"v{version:012}" + ("-full" if kind is VersionKind.ANCHOR else "")
         with payload_folder(self.store, stem) as folder:
             files: tuple[FileEntry, ...] = ()
             if not is_full:
                 parts = self._parts(version, folder, which)
             elif isinstance(folder, ObjectPath):
-                files, parts = self._full_in_objects(version, folder, which)
+                files, parts = self._full_in_objects(version, folder, which, metas, owned)
             else:
                 extra = self.options.extra_files
-                names = lay_out(folder, self._metas, self.options.file_bytes, extra)
+                names = lay_out(folder, metas, self.options.file_bytes, extra)
                 parts = self._parts(version, folder, which)
                 files = hashed(folder, names)
             draft = VersionManifest(
                 self.run_id, kind, Identity(version, ""), None if is_full else base, folder.name,
                 files, (),
             )  # fmt: skip
-            manifest = together(draft, [meta.name for meta in self._metas], parts)
+            manifest = together(draft, [meta.name for meta in metas], parts)
             commit(self.store, manifest)
         return manifest
 
@@ -224,17 +225,22 @@ class LeadStoreSender(StoreSender):
         return [mine, *(WrittenPart.from_json(r["part"]) for r in replies.values())]
 
     def _full_in_objects(
-        self, version: int, folder: ObjectPath, which: Which
+        self,
+        version: int,
+        folder: ObjectPath,
+        which: Which,
+        metas: list[TensorMeta],
+        owned: list[list[Piece]],
     ) -> tuple[tuple[FileEntry, ...], list[WrittenPart]]:
         """Every rank writes whole files, of pieces that others have lent it where it does not own them."""
-        shares = share_files(self._owned, self._metas, self.options.file_bytes)
+        shares = share_files(owned, metas, self.options.file_bytes)
         what = {"do": "lend", "of": which.value, "version": version, "folder": folder.name}
         self._all(what, lambda: self._part.lend(version, folder, shares[0], which), shares)
         parts = self._parts(version, folder, which, shares)
         for rank, share in enumerate(shares):
             if share.lent:
                 lent_path(folder, rank).unlink(missing_ok=True)
-        index = index_of(shards_of(self._metas, self.options.file_bytes))
+        index = index_of(shards_of(metas, self.options.file_bytes))
         extra = {**self.options.extra_files, INDEX_FILE: index}
         return tuple(
             FileEntry(name, *write_durable(folder / name, [data])) for name, data in extra.items()

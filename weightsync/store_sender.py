@@ -75,7 +75,7 @@ class StoreSender:
         :meth:`update` it is published behind the next training step."""
         with self.update(version) as update:
             update.send(source)
-        report = update.report
+        report = self.wait()  # what it raises is raised once
         if report is None:
             raise SessionError(f"version {version} was given up")
         return report

@@ -228,11 +228,13 @@ FewRowsShape shape_on(const FewRowsProduct& of, int device) {
                           attribute_of(cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
 }
 
+constexpr std::int64_t kMostInner = 1 << 20;  // far above what shared memory has room for
+
 bool has_sizes(const FewRowsProduct& of) {
     const std::int64_t rows = of.is_gated ? 2 * kFewRowsTile : kFewRowsTile;
     return of.num_rows >= 1 && of.num_rows <= kMostFewRows && of.inner > 0 &&
-           of.inner % kFewRowsInner == 0 && of.row_stride % 8 == 0 && of.weight_rows > 0 &&
-           of.weight_rows % rows == 0;
+           of.inner < kMostInner && of.inner % kFewRowsInner == 0 && of.row_stride % 8 == 0 &&
+           of.weight_rows > 0 && of.weight_rows % rows == 0;
 }
 
 }  // namespace
@@ -250,8 +252,9 @@ void cuda_few_rows_product(const FewRowsProduct& product, std::uintptr_t stream,
     const FewRowsShape shape = shape_on(product, device);
     const Kernel kernel =
         product.is_gated ? kernel_of<2>(shape.num_stages) : kernel_of<1>(shape.num_stages);
+    // The most that there is: another thread may launch the same kernel with another size.
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               shape.shared_bytes),
+                               attribute_of(cudaDevAttrMaxSharedMemoryPerBlockOptin, device)),
           "cudaFuncSetAttribute", device);
     launch_behind(kernel, dim3(static_cast<unsigned>(shape.num_blocks)),
                   32 * shape.num_warps + kStateThreads, shape.shared_bytes, as_stream(stream),

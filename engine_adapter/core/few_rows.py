@@ -26,7 +26,9 @@ def takes(states: Tensor, weight: Tensor, *, is_gated: bool = False) -> bool:
         and states.dtype is torch.bfloat16
         and weight.dtype is torch.bfloat16
         and 1 <= states.shape[0] <= MOST_FEW_ROWS
+        and states.shape[1] == weight.shape[1]
         and states.stride(1) == 1
+        and (states.shape[0] == 1 or states.stride(0) >= states.shape[1])
         and weight.is_contiguous()
         and states.data_ptr() % _ALIGNMENT == weight.data_ptr() % _ALIGNMENT == 0
         and takes_few_rows(_sizes(states, weight), _index(states), is_gated=is_gated)

@@ -59,8 +59,11 @@ def _packed_records(path: AnyPath, entry: TensorEntry) -> list[tuple[Place, Byte
     packed: Bytes = np.empty(entry.num_bytes, dtype=np.uint8)
     with open_payload(path) as file:
         file.seek(entry.offset_bytes)
-        if file.readinto(packed.data) != entry.num_bytes:
-            raise IntegrityError(f"{path} ends early")
+        at = 0
+        while at < entry.num_bytes:
+            if not (num_read := file.readinto(packed.data[at:])):
+                raise IntegrityError(f"{path} ends early")
+            at += num_read
     records: Bytes = np.empty(entry.record_bytes, dtype=np.uint8)
     unpack_records(entry.meta, entry.digest, packed, records)
     return records_in(path, entry.meta, records)

@@ -174,8 +174,10 @@ class Mirror:
             for decoded in found:
                 writes = [write for of in decoded.writes for write in of]
                 patch = DevicePatch(writes, self.device, Turn.EQUAL)
-                patch.put()
-                patch.close()
+                try:
+                    patch.put()
+                finally:
+                    patch.close()
         finally:
             decoder.close()
             for decoded in found:
