@@ -71,6 +71,26 @@ def test_one_call_waits_until_the_version_is_visible(tmp_path: Path) -> None:
             sender.update_weights(net, version=3)
 
 
+def test_what_fails_in_one_call_is_raised_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from weightsync.store import publish
+
+    def full(*_: Any) -> None:
+        raise CapacityError("no space left")
+
+    net = model()
+    with connect(tmp_path) as sender:
+        sender.update_weights(net, version=0)
+        step(net, 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(publish, "commit", full)
+            with pytest.raises(CapacityError, match="no space left"):
+                sender.update_weights(net, version=1)
+        assert sender.update_weights(net, version=1).version == 1
+        assert sender.store.versions() == [0, 1]
+
+
 def test_a_module_is_published_behind_the_next_step_and_followed(tmp_path: Path) -> None:
     net, served = model(0), model(1)
     with connect(tmp_path) as sender, Receiver(ModuleAdapter(served)) as receiver:

@@ -12,7 +12,7 @@ import pytest
 from engine_adapter.fake import FakeEngine
 from tests.codec.device_cases import BLOCK, Held, stepped, weights
 from tests.codec.helpers import flat
-from weightsync import rank_store
+from weightsync import native, rank_store
 from weightsync.codec import Variant, block_digests, encode_tensor, tensor_digest
 from weightsync.codec.spans import Bytes, spans_of
 from weightsync.config import DecodePlace, decode_place
@@ -20,7 +20,7 @@ from weightsync.device_delta import LiveDelta, LiveDigests, decode_there
 from weightsync.device_fold import DecodedTurns
 from weightsync.device_patch import DecodedWrite, DevicePatch, DeviceWrite
 from weightsync.device_tables import read_bytes
-from weightsync.errors import CapacityError, ConfigError, IntegrityError
+from weightsync.errors import CapacityError, ConfigError, IntegrityError, TransportError
 from weightsync.rank_store import RankStore
 from weightsync.receiver import Receiver
 from weightsync.store import Publisher, Store
@@ -166,9 +166,9 @@ def test_live_weights_that_are_not_the_base_are_named(device: str) -> None:
     model.close()
 
 
-@pytest.mark.parametrize("has_room", [True, False])
+@pytest.mark.parametrize("refused", ["", "copies", "tables"])
 def test_an_engine_takes_deltas_that_are_decoded_there(
-    has_room: bool,
+    refused: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -177,9 +177,13 @@ def test_an_engine_takes_deltas_that_are_decoded_there(
     where there is no room for copies."""
 
     def no_room(*rest: Any, **named: Any) -> DecodedTurns:
-        raise CapacityError("no room for copies")
+        if refused == "copies":
+            raise CapacityError("no room for copies")
+        cause = native.CudaError("no room for a table")
+        cause.error_name = "cudaErrorMemoryAllocation"
+        raise TransportError("cuda:0: no room for a table") from cause
 
-    if not has_room:
+    if refused:
         monkeypatch.setattr(rank_store, "decode_in_turn", no_room)
     original = RankStore.__init__
 
@@ -207,7 +211,7 @@ def test_an_engine_takes_deltas_that_are_decoded_there(
             assert follower.pull().kinds == kinds
             for name, value in versions[number].items():
                 assert (engine.weights[name] == value).all()
-    assert ("folded by the host" in caplog.text) == (not has_room)
+    assert ("folded by the host" in caplog.text) == bool(refused)
 
 
 def test_where_it_is_decoded_is_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
