@@ -67,6 +67,8 @@ class Simulation:
     # --- faults ------------------------------------------------------------------------------------
 
     def _new_trainer(self) -> None:
+        if self.world.now_s >= self.faults_end_s:
+            return  # one that comes back in peace could hold the engine for as long as it likes
         rng = self.world.rng
         trainer = Trainer(self.world, self.engine, f"run{len(self.trainers)}")
         self.trainers.append(trainer)
