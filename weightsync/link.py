@@ -341,6 +341,20 @@ class EngineLink:
         sources = [list(entry) for entry in published]
         return lambda wait_s: MoveRequest(session_id, move_id, bound.plan.digest, sources, wait_s)
 
+    def _opening(
+        self,
+        session_id: str,
+        version: int,
+        scope: list[str] | None,
+        move_id: int,
+        bound: Bound,
+        published: Sequence[Publication],
+    ) -> dict[str, Callable[[float], Stage]]:
+        return {
+            "begin": self._begin_request(session_id, version, scope),
+            "move": self._move_request(session_id, move_id, bound, published),
+        }
+
     def begin_and_move(
         self,
         session_id: str,
@@ -351,9 +365,8 @@ class EngineLink:
         published: Sequence[Publication],
     ) -> None:
         """The first move of a session, read directly, asked for together with its begin."""
-        begin = self._begin_request(session_id, version, scope)
-        move = self._move_request(session_id, move_id, bound, published)
-        self._wait_for_stages({"begin": begin, "move": move}, self._stage_limit_s)
+        opening = self._opening(session_id, version, scope, move_id, bound, published)
+        self._wait_for_stages(opening, self._stage_limit_s)
         self.ends.was_told(published)
 
     def begin_to_commit(
@@ -378,9 +391,8 @@ class EngineLink:
             nonlocal have_come
             reach("trainer.manifest")
             request = ManifestRequest(session_id, make_manifests())
-            with suppress(
-                PeerLostError, DeadlineError, TransportError
-            ):  # then they are asked for again
+            # Where they are lost they come with the next exchange.
+            with suppress(PeerLostError, DeadlineError, TransportError):
                 self.client.aside().call(request, limit_s=_APART_LIMIT_S)
                 have_come = True
 
@@ -392,8 +404,7 @@ class EngineLink:
             return self._prepare_request(session_id, manifests)(wait_s)
 
         stages: Mapping[str, Callable[[float], Stage]] = {
-            "begin": self._begin_request(session_id, version, scope),
-            "move": self._move_request(session_id, move_id, bound, published),
+            **self._opening(session_id, version, scope, move_id, bound, published),
             "prepare": prepare,
             "commit": lambda wait_s: CommitRequest(session_id, wait_s),
         }

@@ -18,8 +18,8 @@ from weightsync.device_tables import CPU, DeviceMemory, HostBuffer, copy_memory,
 from weightsync.digest import DigestPart, DigestTable
 from weightsync.faults import reach
 from weightsync.live_tensor import LiveTensor, copy_parts
-from weightsync.store.bulk import read_exactly
 from weightsync.store.chain import ChainTensor
+from weightsync.store.directory import read_exactly
 from weightsync.store.object_path import AnyPath
 from weightsync.tables import dense_strides, segment_rows, table
 from weightsync.types import Box, TensorMeta, item_bytes

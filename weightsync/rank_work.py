@@ -217,9 +217,8 @@ class RankWork:
         """What the prepare of a session will bring, where its exchange says so ahead."""
         self._foreseen = (session_id, manifest)
         opened = self._open
-        if (
-            opened is not None and opened.awaited
-        ):  # the device is at work already, and its thread waits
+        # Where moves are awaited the device is at work already, and its thread waits.
+        if opened is not None and opened.awaited:
             self._read_ahead(opened, opened.awaited)
 
     def _read_ahead(self, opened: OpenSession, moves: Sequence[PlanShare]) -> None:

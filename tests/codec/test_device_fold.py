@@ -9,12 +9,13 @@ import pytest
 
 from tests.codec.device_cases import BLOCK, Held, stepped, weights
 from tests.codec.helpers import flat
+from weightsync import native, rank_store
 from weightsync.codec import block_digests, encode_tensor, tensor_digest
 from weightsync.codec.spans import Bytes
-from weightsync.device_fold import DecodedTurns, LiveChain, decode_in_turn
+from weightsync.device_fold import DecodedTurns, LiveChain, bytes_in_turn, decode_in_turn
 from weightsync.device_patch import DecodedWrite, DevicePatch
-from weightsync.device_tables import read_bytes, write_bytes
-from weightsync.errors import IntegrityError
+from weightsync.device_tables import CPU, read_bytes, write_bytes
+from weightsync.errors import CapacityError, IntegrityError
 from weightsync.live_tensor import Write
 from weightsync.rank_apply import DeltaApply
 from weightsync.rank_store import Fetched
@@ -91,6 +92,25 @@ def test_turns_are_put_and_taken_back(copies_bytes: int, device: str) -> None:
     found.close()
     found.close()
     model.close()
+
+
+def test_what_turns_take_is_known_before(device: str) -> None:
+    model = Model(device)
+    found = model.decode()
+    writes = [write for turn in found.turns for write in turn]
+    taken = sum(write.count * (4 + 2 * write.item_bytes) for write in writes)
+    assert bytes_in_turn(model.chains()) == taken > 0
+    found.close()
+    model.close()
+
+
+def test_they_take_at_most_half_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_store, "cuda_index", lambda device: 1)
+    monkeypatch.setattr(native.extension, "cuda_free_bytes", lambda index: 1000 + index)
+    rank_store._check_room(500, "cuda:1")
+    with pytest.raises(CapacityError, match="cuda:1: they take"):
+        rank_store._check_room(501, "cuda:1")
+    rank_store._check_room(501, CPU)
 
 
 def test_a_version_on_the_way_that_is_not_what_it_says_is_named(device: str) -> None:

@@ -12,15 +12,13 @@ import numpy as np
 from weightsync.codec.device_decode import PADDING_BYTES
 from weightsync.codec.packed import unpack_records
 from weightsync.codec.spans import Bytes
-from weightsync.errors import IntegrityError
 from weightsync.native_delta import Place
-from weightsync.store.directory import Store, open_payload, records_in
+from weightsync.store.directory import Store, read_exactly, records_in
 from weightsync.store.object_path import AnyPath
 from weightsync.store.version import TensorEntry, VersionManifest
 
 #: A thread reads so much at once.
 READ_BYTES: Final = 4 << 20
-_MAX_READ_BYTES: Final = 64 << 20
 
 Step = tuple[Store, VersionManifest, TensorEntry]
 
@@ -67,21 +65,6 @@ def read_records(
         found.append(records_in(_path_of(store, manifest, entry), entry.meta, records))
         start += entry.record_bytes
     return data, found
-
-
-def read_exactly(path: AnyPath, offset_bytes: int, *targets: Bytes) -> None:
-    """All of the targets, one after the other, from a file. By reads, never mapped: an error of a network
-    file system must be an error, not a signal. Raises :class:`IntegrityError` if it ends early."""
-    with open_payload(path) as file:
-        file.seek(offset_bytes)
-        for data in targets:
-            view, done = data.data, 0
-            while done < data.size:
-                count = file.readinto(view[done : done + _MAX_READ_BYTES])
-                if not count:
-                    raise IntegrityError(f"{path} ends early, at {offset_bytes + done} bytes")
-                done += count
-            offset_bytes += data.size
 
 
 class _Target(NamedTuple):
@@ -158,4 +141,4 @@ def _path_of(store: Store, manifest: VersionManifest, entry: TensorEntry) -> Any
     return path
 
 
-__all__ = ["read_exactly", "read_records"]
+__all__ = ["read_records"]

@@ -23,8 +23,8 @@ from weightsync.codec import (
 from weightsync.codec.spans import Bytes, Digests, span_bytes, span_digests, spans_of
 from weightsync.errors import ConfigError, IntegrityError, ProtocolError, UnavailableError
 from weightsync.native_delta import Place
-from weightsync.store.bulk import Step, read_exactly
-from weightsync.store.directory import Store
+from weightsync.store.bulk import Step
+from weightsync.store.directory import Store, read_exactly
 from weightsync.store.object_path import AnyPath
 from weightsync.store.pieces import piece_meta, put, take
 from weightsync.store.version import TensorEntry, VersionManifest

@@ -34,6 +34,8 @@ from weightsync.store.version import (
 from weightsync.transports.base import StoreTarget
 from weightsync.types import TensorMeta
 
+#: Asked for in one call.
+_MAX_READ_BYTES: Final = 64 << 20
 LEASES: Final = "leases"
 WITHDRAWN: Final = "withdrawn-"
 _MANIFEST: Final = re.compile(r"v(\d{12})(-from-\d{12}|-full)?\.json")
@@ -57,16 +59,25 @@ def records_in(path: AnyPath, meta: TensorMeta, data: Bytes) -> list[tuple[Place
 
 def _packed_records(path: AnyPath, entry: TensorEntry) -> list[tuple[Place, Bytes]]:
     packed: Bytes = np.empty(entry.num_bytes, dtype=np.uint8)
-    with open_payload(path) as file:
-        file.seek(entry.offset_bytes)
-        at = 0
-        while at < entry.num_bytes:
-            if not (num_read := file.readinto(packed.data[at:])):
-                raise IntegrityError(f"{path} ends early")
-            at += num_read
+    read_exactly(path, entry.offset_bytes, packed)
     records: Bytes = np.empty(entry.record_bytes, dtype=np.uint8)
     unpack_records(entry.meta, entry.digest, packed, records)
     return records_in(path, entry.meta, records)
+
+
+def read_exactly(path: AnyPath, offset_bytes: int, *targets: Bytes) -> None:
+    """All of the targets, one after the other, from a file. By reads, never mapped: an error of a network
+    file system must be an error, not a signal. Raises :class:`IntegrityError` if it ends early."""
+    with open_payload(path) as file:
+        file.seek(offset_bytes)
+        for data in targets:
+            view, done = data.data, 0
+            while done < data.size:
+                count = file.readinto(view[done : done + _MAX_READ_BYTES])
+                if not count:
+                    raise IntegrityError(f"{path} ends early, at {offset_bytes + done} bytes")
+                done += count
+            offset_bytes += data.size
 
 
 def open_payload(path: AnyPath) -> Any:

@@ -10,9 +10,8 @@ from weightsync.checkpoints import read_tensors
 from weightsync.codec import block_digests, encode_tensor, tensor_digest
 from weightsync.codec.spans import Bytes
 from weightsync.errors import ConfigError, IntegrityError
-from weightsync.store.bulk import read_exactly
 from weightsync.store.chain import advance
-from weightsync.store.directory import Store
+from weightsync.store.directory import Store, read_exactly
 from weightsync.store.payload import DEFAULT_FILE_BYTES, RecordWriter, commit, payload_folder
 from weightsync.store.pieces import share_of, take
 from weightsync.store.version import TensorEntry, VersionKind, VersionManifest, joined_entry
